@@ -1,0 +1,167 @@
+"""What crosses the socket pair between the front end and the worker: length-prefixed msgpack.
+
+A frame is a little-endian u32 length and that many bytes, one message. Down: Hello, Submit, Cancel,
+Drain. Up: Ready, Step, Failed, Stats, Heartbeat. Every choice of a request ends with exactly one
+Finish in a Step or the request ends with one Failed.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+PROTOCOL = 1
+MAX_FRAME_BYTES = 256 << 20
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How tokens are chosen and when they stop. Already validated; the worker trusts it."""
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    seed: int = 0
+    logit_bias: dict[int, float] = {}
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop: bool = False
+    n_logprobs: int | None = None  # None: none; 0: the chosen token's; k: and the k best
+    n_prompt_logprobs: int | None = None
+    n_experts: int = 0  # 0: the model's own number
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """First message down: what to load and how. Everything a worker needs to know."""
+
+    protocol: int
+    engine: dict[str, str | int | float | bool | None]  # fields of config.EngineConfig
+
+
+class Submit(msgspec.Struct, frozen=True, tag="submit"):
+    """One prompt, n_choices answers. Choice c samples with the generator (seed, c)."""
+
+    request_id: int
+    prompt: tuple[int, ...]
+    n_choices: int
+    sampling: SamplingParams
+    key: str = ""  # whose request: fairness between keys
+    priority: int = 0
+
+
+class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
+    request_id: int
+
+
+class Drain(msgspec.Struct, frozen=True, tag="drain"):
+    """Finish what runs within timeout_s, fail the rest, then exit."""
+
+    timeout_s: float
+
+
+class Logprob(msgspec.Struct, frozen=True, array_like=True):
+    """One token's log-probability and the best alternatives, best first."""
+
+    token: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Finish(msgspec.Struct, frozen=True, array_like=True):
+    reason: Literal["stop", "length"]
+    stop: str | int | None = None  # the stop string or token id that matched; None: end of text
+
+
+class Delta(msgspec.Struct, frozen=True, array_like=True):
+    """What one choice gained in a step. Text lags behind tokens while bytes are held back."""
+
+    request_id: int
+    choice: int
+    tokens: tuple[int, ...] = ()
+    text: str = ""
+    logprobs: tuple[Logprob, ...] = ()
+    finish: Finish | None = None
+    # Set once, on the first delta of choice 0 (n_cached: prompt tokens that came from the cache).
+    n_cached: int | None = None
+    prompt_logprobs: tuple[Logprob | None, ...] | None = None
+
+
+class Progress(msgspec.Struct, frozen=True, array_like=True):
+    """Prefill progress of a request whose prompt is not done: n_done of its prompt tokens."""
+
+    request_id: int
+    n_done: int
+
+
+class Step(msgspec.Struct, frozen=True, tag="step"):
+    deltas: tuple[Delta, ...]
+    progress: tuple[Progress, ...] = ()
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """The request is over, all its choices. code: an errors.py code, e.g. "cancelled"."""
+
+    request_id: int
+    code: str
+    message: str
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """The model is loaded and a first token has been made."""
+
+    protocol: int
+    pid: int
+    isa: str
+    n_threads: int
+    n_kv_blocks: int
+    max_context: int
+    resident_bytes: int
+    huge_bytes: int
+    kv_bytes: int
+    scratch_bytes: int
+    load_s: float
+    notes: tuple[str, ...] = ()  # what did not go as wished: buffered reads, no huge pages
+
+
+class Loading(msgspec.Struct, frozen=True, tag="loading"):
+    done_bytes: int
+    total_bytes: int
+
+
+class Stats(msgspec.Struct, frozen=True, tag="stats", kw_only=True):
+    """Totals since the worker started, and gauges. Sent after a step, at most every 100 ms."""
+
+    n_running: int = 0
+    n_waiting: int = 0
+    n_kv_used: int = 0
+    n_kv_blocks: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    prefix_queries: int = 0  # prompt tokens looked up
+    prefix_hits: int = 0  # prompt tokens found
+    preemptions: int = 0
+    steps: int = 0
+    step_s: float = 0.0
+    read_bytes: int = 0
+    cancelled_queue: int = 0
+    cancelled_prefill: int = 0
+    cancelled_decode: int = 0
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
+    """Every 500 ms from the reader thread, also during a step. stages: the native stage counter."""
+
+    stages: int
+    in_step: bool
+
+
+Down = Hello | Submit | Cancel | Drain
+Up = Ready | Loading | Step | Failed | Stats | Heartbeat

@@ -1,0 +1,50 @@
+/* A loaded model file: headers, and where every weight lies in memory. Immutable once open. */
+#ifndef CFLOW_MODEL_H
+#define CFLOW_MODEL_H
+
+#include "arena.h"
+#include "cflow.h"
+
+/* A matrix in stripes, or (stripe_rows 0) a vector of n_cols floats. data NULL: not in the file. */
+typedef struct {
+    const uint8_t *data;
+    uint32_t encoding;
+    uint32_t n_rows, n_cols;
+    uint32_t stripe_rows;
+    uint32_t n_stripes;
+    uint32_t n_blocks;      /* 32-column blocks in a stripe, padding included */
+    uint64_t stripe_stride; /* from a stripe to the next */
+    uint64_t stripe_bytes;  /* of one stripe */
+    uint64_t record_offset; /* expert roles: where it starts in each record */
+} matrix;
+
+typedef struct plan plan;
+
+struct cflow_model {
+    cflow_header header;
+    const cflow_layer *layers;   /* (n_layers,) */
+    const cflow_tensor *tensors; /* (n_tensors,) */
+    const cflow_record *records; /* (n_records,) */
+    uint8_t *sections[CFLOW_N_SECTIONS]; /* the small sections, NULL for the banks */
+    arena weights;               /* resident bank, then expert bank (or their f32 form) */
+    const uint8_t *expert_bank;
+    matrix global[CFLOW_N_ROLES];         /* the tensors of CFLOW_MODEL_LEVEL */
+    matrix (*blocks)[CFLOW_N_ROLES];      /* (n_blocks, roles); the expert roles hold offsets only */
+    const uint8_t **expert_data;          /* (n_records,) start of each record in memory */
+    uint32_t *first_record;               /* (n_blocks + 1,) index of a block's expert 0 in records */
+    plan *plan;
+    cflow_memory memory;
+    int header_only, as_f32;
+};
+
+static inline const cflow_layer *model_layer(const cflow_model *m, uint32_t l) { return &m->layers[l]; }
+/* A tensor of layer l's block. */
+static inline const matrix *model_matrix(const cflow_model *m, uint32_t l, cflow_role role) {
+    return &m->blocks[m->layers[l].block][role];
+}
+static inline const float *matrix_vector(const matrix *w) { return (const float *)(const void *)w->data; }
+/* Expert e's matrix of an expert role in layer l. For these roles blocks[][role].data is NULL and
+ * record_offset says where in a record it starts. */
+matrix model_expert(const cflow_model *m, uint32_t l, uint32_t e, cflow_role role);
+
+#endif
