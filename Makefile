@@ -1,0 +1,82 @@
+# Two commands matter: `make serve` and `make test`. Each does all the set-up it needs.
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip --disable-pip-version-check
+CMAKE = $(BIN)/cmake -S native -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja
+CLANG_FORMAT := $(BIN)/clang-format --style=file:native/.clang-format
+CFILES = $(shell git ls-files '*.c' '*.h')
+NATIVE := $(shell find native -type f)
+
+HOST := 127.0.0.1
+PORT := 8000
+MODEL := smollm2-135m
+ACCURACY := tests/engine/models
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help serve build test test-native test-python test-accuracy bench check format wheel clean
+
+help: ## Show this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
+
+# The engine is compiled by the editable install, and again after a change in native/.
+$(VENV)/cflow: pyproject.toml $(NATIVE)
+	python3 -m venv $(VENV)
+	$(PIP) install -q --editable .
+	@touch $@
+
+# What tests and checks need beside; installing it builds cflow as well.
+$(VENV)/tools: pyproject.toml
+	python3 -m venv $(VENV)
+	$(PIP) install -q --editable '.[test,dev]'
+	@touch $@ $(VENV)/cflow
+
+build: $(VENV)/cflow ## Set up the virtual environment and build the engine
+
+serve: $(VENV)/cflow ## Serve MODEL (smollm2-135m) on HOST:PORT (127.0.0.1:8000)
+	$(BIN)/cflow serve $(MODEL) --host $(HOST) --port $(PORT)
+
+test: $(VENV)/tools $(VENV)/cflow ## Run all tests: C under ASan and UBSan, then Python
+	@failed=0; \
+	$(MAKE) --no-print-directory test-native || failed=1; \
+	$(MAKE) --no-print-directory test-python || failed=1; \
+	exit $$failed
+
+test-native: $(VENV)/tools
+	$(CMAKE) -B build/sanitized -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCFLOW_SANITIZE=ON
+	$(BIN)/cmake --build build/sanitized
+	$(BIN)/ctest --test-dir build/sanitized --output-on-failure
+
+test-python: $(VENV)/tools $(VENV)/cflow
+	$(BIN)/pytest
+
+test-accuracy: $(VENV)/tools $(VENV)/cflow ## Score the real models on every window of the text
+	CFLOW_TEST_WINDOWS=all $(BIN)/pytest $(ACCURACY)
+
+bench: $(VENV)/cflow ## Measure prefill, decode and batched decode of MODEL
+	$(BIN)/cflow bench $(MODEL)
+
+build/types:
+	mkdir -p $@/cflow
+	ln -sfn ../../../server $@/cflow/server
+	ln -sfn ../../../engine $@/cflow/engine
+
+check: $(VENV)/tools build/types ## Lint, type-check, and build the C code with -Werror
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(CLANG_FORMAT) --dry-run -Werror $(CFILES)
+	$(CMAKE) -B build/strict -DCMAKE_BUILD_TYPE=Release -DCFLOW_WERROR=ON
+	$(BIN)/cmake --build build/strict
+
+format: $(VENV)/tools ## Rewrite files in house style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(CLANG_FORMAT) -i $(CFILES)
+
+wheel: $(VENV)/tools ## Build a wheel into build/dist
+	$(PIP) wheel -q --no-deps -w build/dist .
+
+clean: ## Remove everything the build made
+	rm -rf build $(VENV)

@@ -1,0 +1,17 @@
+"""What several test files share: where outside data lies."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="session")
+def data() -> Path:
+    """Test data that may not be committed."""
+    folder = Path(os.environ.get("CFLOW_TEST_DATA", ROOT.parent / "shared" / "data"))
+    if not folder.is_dir():
+        pytest.skip(f"no test data in {folder}; set CFLOW_TEST_DATA")
+    return folder
