@@ -4,14 +4,15 @@
  *     cflow_model_open(&model, &(cflow_model_options){.path = "x.cflow", .n_threads = 2}, &err);
  *     cflow_ctx_open(&ctx, model, &(cflow_ctx_options){.n_threads = 2, ...}, &err);
  *     cflow_ctx_bind(ctx, 0, blocks, n_blocks, &err);            sequence 0 owns these KV blocks
- *     cflow_ctx_step(ctx, rows, n_rows, row_status, scores, &err);     one forward of any mix of rows
- *     cflow_ctx_sample(ctx, picks, n_picks, choices, &err);           tokens from the kept logits
+ *     cflow_ctx_step(ctx, rows, n_rows, row_status, scores, &err);     one forward of any mix of
+ * rows cflow_ctx_sample(ctx, picks, n_picks, choices, &err);           tokens from the kept logits
  *
- * Rules. A call that can fail returns cflow_status, with its text in *err (the caller owns it, NULL is
- * allowed). What comes through ** is closed by whoever got it; close(NULL) is a no-op. Pointers given
- * by accessors live as long as their handle. A model is immutable and may be read from any thread; a
- * context belongs to one caller at a time, except cflow_ctx_cancel and cflow_ctx_stage_count. No
- * globals, no environment, no output, no exit. All memory is taken when a handle is opened.
+ * Rules. A call that can fail returns cflow_status, with its text in *err (the caller owns it, NULL
+ * is allowed). What comes through ** is closed by whoever got it; close(NULL) is a no-op. Pointers
+ * given by accessors live as long as their handle. A model is immutable and may be read from any
+ * thread; a context belongs to one caller at a time, except cflow_ctx_cancel and
+ * cflow_ctx_stage_count. No globals, no environment, no output, no exit. All memory is taken when a
+ * handle is opened.
  *
  * The structs marked "file" are the on-disk records (little-endian, natural alignment, no padding
  * holes); docs/format.md draws the whole file. Everything between the cffi marks is also the cdef.
@@ -74,14 +75,14 @@ typedef enum {
     CFLOW_SECTION_EXPERT_BANK = 8  /* records, each 4096-aligned */
 } cflow_section_id;
 
-typedef struct { /* file */
+typedef struct {     /* file */
     uint64_t offset; /* from the start of the file, multiple of 4096 */
     uint64_t bytes;
     uint32_t crc; /* CRC-32C of the section; 0 for the two banks, which have finer ones */
     uint32_t reserved;
 } cflow_section;
 
-typedef struct { /* file: the first 4096 bytes */
+typedef struct {   /* file: the first 4096 bytes */
     char magic[8]; /* "cflow\r\n\x1a" */
     uint32_t version;
     uint32_t order; /* cflow_order */
@@ -94,8 +95,8 @@ typedef struct { /* file: the first 4096 bytes */
     uint32_t context;    /* positions the model was made for */
     uint32_t n_tensors;
     uint32_t n_records;
-    uint32_t tied;          /* 1: the head is the embedding */
-    float embedding_scale;  /* multiplies embedding rows; 1 normally */
+    uint32_t tied;         /* 1: the head is the embedding */
+    float embedding_scale; /* multiplies embedding rows; 1 normally */
     float final_norm_eps;
     float final_norm_offset; /* 1 where the norm multiplies by (1 + w) */
     cflow_section sections[CFLOW_N_SECTIONS];
@@ -103,7 +104,11 @@ typedef struct { /* file: the first 4096 bytes */
     uint32_t crc; /* CRC-32C of the 4092 bytes before it */
 } cflow_header;
 
-typedef enum { CFLOW_ROPE_NONE = 0, CFLOW_ROPE_HALF = 1, CFLOW_ROPE_INTERLEAVED = 2 } cflow_rope_kind;
+typedef enum {
+    CFLOW_ROPE_NONE = 0,
+    CFLOW_ROPE_HALF = 1,
+    CFLOW_ROPE_INTERLEAVED = 2
+} cflow_rope_kind;
 typedef enum {
     CFLOW_ROPE_PLAIN = 0,
     CFLOW_ROPE_LINEAR = 1,
@@ -125,27 +130,27 @@ typedef enum {
     CFLOW_X_IN_PREVIOUS = 2   /* x_in[l-1]; the embedding for l = 0; dense_source only */
 } cflow_source;
 
-typedef struct { /* file: one layer, 192 bytes */
-    uint32_t block;      /* whose weights it uses */
+typedef struct {    /* file: one layer, 192 bytes */
+    uint32_t block; /* whose weights it uses */
     uint32_t n_heads;
     uint32_t n_kv_heads;
     uint32_t head_dim;
-    uint32_t window;     /* 0: attends to all earlier positions */
-    uint32_t qk_norm;    /* cflow_qk_norm */
-    uint32_t v_norm;     /* 1: RMSNorm over each head of V, no weight */
+    uint32_t window;  /* 0: attends to all earlier positions */
+    uint32_t qk_norm; /* cflow_qk_norm */
+    uint32_t v_norm;  /* 1: RMSNorm over each head of V, no weight */
     float attention_scale;
-    uint32_t rope_kind;  /* cflow_rope_kind */
-    uint32_t rope_dim;   /* leading dimensions of a head that rotate */
+    uint32_t rope_kind; /* cflow_rope_kind */
+    uint32_t rope_dim;  /* leading dimensions of a head that rotate */
     float rope_base;
     uint32_t rope_scaling; /* cflow_rope_scaling */
     float rope_factor;
-    float rope_low_freq;   /* Llama 3: low_freq_factor */
-    float rope_high_freq;  /* Llama 3: high_freq_factor */
+    float rope_low_freq;  /* Llama 3: low_freq_factor */
+    float rope_high_freq; /* Llama 3: high_freq_factor */
     uint32_t rope_original_context;
-    uint32_t d_ff;       /* dense FFN width; 0: none */
-    uint32_t activation; /* cflow_activation, dense and experts alike */
+    uint32_t d_ff;             /* dense FFN width; 0: none */
+    uint32_t activation;       /* cflow_activation, dense and experts alike */
     uint32_t activation_on_up; /* 0: act(gate) * up; 1: gate * act(up) */
-    uint32_t n_experts;  /* 0: none */
+    uint32_t n_experts;        /* 0: none */
     uint32_t top_k;
     uint32_t renormalise; /* 1: the chosen weights are divided by their sum */
     float expert_scale;   /* multiplies the routing weights */
@@ -153,8 +158,8 @@ typedef struct { /* file: one layer, 192 bytes */
     uint32_t d_shared;    /* width of the shared expert; 0: none */
     uint32_t shared_gate; /* 1: its output is multiplied by sigmoid(w . x) */
     float norm_eps;
-    float norm_offset;    /* 0, or 1 where a norm multiplies by (1 + w) */
-    uint32_t norms_shared; /* 1: experts use norm2; 0: experts have norm3 of their own */
+    float norm_offset;      /* 0, or 1 where a norm multiplies by (1 + w) */
+    uint32_t norms_shared;  /* 1: experts use norm2; 0: experts have norm3 of their own */
     uint32_t dense_source;  /* cflow_source: what the dense FFN reads */
     uint32_t expert_anchor; /* cflow_source: what router, experts and shared expert read */
     uint32_t expert_delay;  /* expert output of layer l joins the stream after layer l + delay */
@@ -182,25 +187,25 @@ typedef enum {
     CFLOW_GATE = 16,
     CFLOW_UP = 17,
     CFLOW_DOWN = 18,
-    CFLOW_ROUTER = 19,        /* (n_experts, d_model), f32 */
+    CFLOW_ROUTER = 19, /* (n_experts, d_model), f32 */
     CFLOW_SHARED_GATE = 20,
     CFLOW_SHARED_UP = 21,
     CFLOW_SHARED_DOWN = 22,
-    CFLOW_SHARED_SCALE = 23,  /* (1, d_model), f32: the shared expert's sigmoid gate */
-    CFLOW_EXPERT_GATE = 24,   /* these three lie in every record; offset counts from its start */
+    CFLOW_SHARED_SCALE = 23, /* (1, d_model), f32: the shared expert's sigmoid gate */
+    CFLOW_EXPERT_GATE = 24,  /* these three lie in every record; offset counts from its start */
     CFLOW_EXPERT_UP = 25,
     CFLOW_EXPERT_DOWN = 26,
     CFLOW_N_ROLES = 27
 } cflow_role;
 
-typedef struct { /* file: 48 bytes */
-    uint32_t role;  /* cflow_role */
-    uint32_t block; /* weight block, or CFLOW_MODEL_LEVEL */
-    uint32_t encoding; /* cflow_encoding; vectors and router f32 */
-    uint32_t n_rows;   /* outputs; 1 for a vector */
-    uint32_t n_cols;   /* inputs; a vector's length */
+typedef struct {          /* file: 48 bytes */
+    uint32_t role;        /* cflow_role */
+    uint32_t block;       /* weight block, or CFLOW_MODEL_LEVEL */
+    uint32_t encoding;    /* cflow_encoding; vectors and router f32 */
+    uint32_t n_rows;      /* outputs; 1 for a vector */
+    uint32_t n_cols;      /* inputs; a vector's length */
     uint32_t stripe_rows; /* 32, 64, 96 or 128; 0 marks a vector: n_cols plain f32 */
-    uint64_t offset;   /* of the first stripe, from the start of its bank or record, multiple of 64 */
+    uint64_t offset; /* of the first stripe, from the start of its bank or record, multiple of 64 */
     uint64_t stripe_stride; /* bytes from a stripe to the next (gate and up interleave) */
     uint64_t reserved;
 } cflow_tensor;
@@ -253,8 +258,8 @@ const cflow_layer *cflow_model_layer(const cflow_model *model, uint32_t layer);
 const cflow_tensor *cflow_model_tensor(const cflow_model *model, uint32_t index);
 const void *cflow_model_section(const cflow_model *model, uint32_t section, uint64_t *bytes);
 void cflow_model_memory(const cflow_model *model, cflow_memory *out);
-/* Dequantises rows [first, first + n) of tensor `index` into out (n, n_cols): for tests and inspect.
- * `expert` picks the record for the expert roles. */
+/* Dequantises rows [first, first + n) of tensor `index` into out (n, n_cols): for tests and
+ * inspect. `expert` picks the record for the expert roles. */
 cflow_status cflow_model_rows(const cflow_model *model, uint32_t index, uint32_t expert,
                               uint32_t first, uint32_t n, float *out, cflow_error *err);
 
@@ -264,18 +269,18 @@ typedef struct {
     uint32_t n_stages; /* a token through the layers, head left out */
     uint32_t n_barriers;
     uint32_t n_ops;
-    uint32_t n_values; /* buffers alive at once, after reuse */
+    uint32_t n_values;            /* buffers alive at once, after reuse */
     uint64_t bytes_per_token;     /* weights one decode step of one sequence reads, head included */
     uint64_t layer_bytes;         /* the same, layers only */
     uint64_t critical_path_bytes; /* longest path through the layers' graph, in weight bytes */
     double critical_path_closed_form_bytes; /* sum max(attn, dense/(dd+1), experts/(de+1)) */
-    uint64_t kv_bytes_per_token;  /* all layers, f16 */
+    uint64_t kv_bytes_per_token;            /* all layers, f16 */
 } cflow_plan_info;
 
 typedef struct {
-    char name[32];  /* "L3.gate_up" */
+    char name[32]; /* "L3.gate_up" */
     uint32_t stage;
-    int32_t layer; /* -1: before or after the layers */
+    int32_t layer; /* n_layers: after the layers */
     uint64_t bytes;
     char reads[128]; /* value names, space-separated */
     char writes[64];
@@ -289,18 +294,24 @@ cflow_status cflow_model_op(const cflow_model *model, uint32_t index, cflow_op_i
 
 typedef struct cflow_ctx cflow_ctx;
 
-typedef enum { CFLOW_KV_F16 = 0, CFLOW_KV_F32 = 1, CFLOW_KV_BF16 = 2, CFLOW_KV_Q8 = 3 } cflow_kv_type;
+typedef enum {
+    CFLOW_KV_F16 = 0,
+    CFLOW_KV_F32 = 1,
+    CFLOW_KV_BF16 = 2,
+    CFLOW_KV_Q8 = 3
+} cflow_kv_type;
 #define CFLOW_KV_BLOCK 32 /* positions in a KV block */
 
 typedef struct {
-    const char *isa;       /* NULL: the best; else "scalar", "avx2", "avx512vnni"; missing: EINVAL */
-    int32_t n_threads;     /* the caller is thread 0 */
-    int32_t max_rows;      /* in one step */
-    int32_t max_sequences; /* sequence numbers are 0 .. max_sequences - 1; also rows with LOGITS a step */
+    const char *isa;   /* NULL: the best; else "scalar", "avx2", "avx512vnni"; missing: EINVAL */
+    int32_t n_threads; /* the caller is thread 0 */
+    int32_t max_rows;  /* in one step */
+    int32_t max_sequences; /* sequence numbers are 0 .. max_sequences - 1; also rows with LOGITS a
+                              step */
     int32_t max_context;   /* positions of one sequence */
     int32_t n_kv_blocks;
-    int32_t kv_type;       /* cflow_kv_type; f32 when the model is as_f32 */
-    int32_t keep_values;   /* 1: every value keeps a buffer of its own, for cflow_ctx_value */
+    int32_t kv_type;     /* cflow_kv_type; f32 when the model is as_f32 */
+    int32_t keep_values; /* 1: every value keeps a buffer of its own, for cflow_ctx_value */
     int32_t reserved;
 } cflow_ctx_options;
 
@@ -352,24 +363,24 @@ cflow_status cflow_ctx_step(cflow_ctx *ctx, const cflow_row *rows, int32_t n_row
 const float *cflow_ctx_logits(const cflow_ctx *ctx, int32_t row);
 
 typedef struct {
-    int32_t row;   /* of the last step, with LOGITS */
+    int32_t row;           /* of the last step, with LOGITS */
     int32_t choice, index; /* generator counter: which answer, which output token */
-    int32_t n_top; /* -1: no log-probabilities wanted */
+    int32_t n_top;         /* -1: no log-probabilities wanted */
     uint64_t seed;
-    float temperature; /* 0: greedy */
-    float top_p;       /* 1: off */
-    float min_p;       /* 0: off */
+    float temperature;        /* 0: greedy */
+    float top_p;              /* 1: off */
+    float min_p;              /* 0: off */
     float repetition_penalty; /* 1: off; over prompt and output */
     float frequency_penalty;  /* 0: off; over the output */
     float presence_penalty;   /* 0: off; over the output */
-    int32_t top_k;     /* 0: off */
-    int32_t n_prompt;  /* leading tokens of history that are prompt */
+    int32_t top_k;            /* 0: off */
+    int32_t n_prompt;         /* leading tokens of history that are prompt */
     int32_t n_history;
     int32_t n_bias;
-    const int32_t *history;   /* (n_history,) prompt then output */
-    const int32_t *bias_ids;  /* (n_bias,) */
-    const float *bias;        /* (n_bias,) added to logits */
-    const uint32_t *mask;     /* (ceil(vocab_size / 32),) bit set: allowed; NULL: all */
+    const int32_t *history;  /* (n_history,) prompt then output */
+    const int32_t *bias_ids; /* (n_bias,) */
+    const float *bias;       /* (n_bias,) added to logits */
+    const uint32_t *mask;    /* (ceil(vocab_size / 32),) bit set: allowed; NULL: all */
 } cflow_pick;
 
 typedef struct {
@@ -378,11 +389,12 @@ typedef struct {
     cflow_score score; /* score.token is the choice; the rest only if n_top >= 0 */
 } cflow_choice;
 
-/* penalties, bias, mask, temperature, min_p, top_k, top_p, in this order; Philox(seed, choice, index). */
+/* penalties, bias, mask, temperature, min_p, top_k, top_p, in this order; Philox(seed, choice,
+ * index). */
 cflow_status cflow_ctx_sample(cflow_ctx *ctx, const cflow_pick *picks, int32_t n_picks,
                               cflow_choice *choices, cflow_error *err);
 
-void cflow_ctx_cancel(cflow_ctx *ctx);               /* any thread: the running step ends early */
+void cflow_ctx_cancel(cflow_ctx *ctx);                /* any thread: the running step ends early */
 uint64_t cflow_ctx_stage_count(const cflow_ctx *ctx); /* any thread: stages run so far */
 uint64_t cflow_ctx_read_bytes(const cflow_ctx *ctx);  /* weight bytes streamed so far */
 
@@ -395,7 +407,8 @@ cflow_status cflow_ctx_value(const cflow_ctx *ctx, const char *name, int32_t row
 
 /* CRC-32C (Castagnoli) of data, continuing from crc (0 to begin). */
 uint32_t cflow_crc32c(uint32_t crc, const void *data, size_t bytes);
-/* Read bandwidth of main memory in bytes a second: best of `passes` over `bytes` of fresh memory. */
+/* Read bandwidth of main memory in bytes a second: best of `passes` over `bytes` of fresh memory.
+ */
 cflow_status cflow_probe_bandwidth(double *bytes_per_s, uint64_t bytes, int32_t n_threads,
                                    int32_t passes, cflow_error *err);
 /* Best instruction set of this machine: "scalar", "avx2", "avx512vnni". */

@@ -23,7 +23,8 @@ size_t arena_size(size_t bytes);
 /* Bytes of the mapping that huge pages back, from /proc/self/smaps; 0 if unknown. */
 uint64_t arena_huge_bytes(const arena *a);
 
-/* n * size bytes of zeroed plain memory, or NULL, also when the product overflows; freed by memory_free. */
+/* n * size bytes of zeroed plain memory, or NULL, also when the product overflows; freed by
+ * memory_free. */
 void *memory_zeroed(size_t n, size_t size);
 void memory_free(void *p);
 

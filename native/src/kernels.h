@@ -1,8 +1,9 @@
 /* The kernel table: one function pointer per hot loop, filled once per context.
  *
- * The same bits everywhere. Each entry defines one sequence of IEEE operations and every instruction
- * set performs exactly it, so results compare with memcmp. fma means one rounding; nothing else is
- * contracted; "lane" is the index modulo 16 and a 16-lane sum folds 8, 4, 2, 1 (lane i with i + 8, ...).
+ * The same bits everywhere. Each entry defines one sequence of IEEE operations and every
+ * instruction set performs exactly it, so results compare with memcmp. fma means one rounding;
+ * nothing else is contracted; "lane" is the index modulo 16 and a 16-lane sum folds 8, 4, 2, 1
+ * (lane i with i + 8, ...).
  */
 #ifndef CFLOW_KERNELS_H
 #define CFLOW_KERNELS_H
@@ -20,16 +21,16 @@ typedef struct {
 
 /* A piece of a matrix: groups [first, first + n_groups) of one stripe, for some rows of x. */
 typedef struct {
-    const uint8_t *stripe; /* its first byte, 64-aligned */
+    const uint8_t *stripe;  /* its first byte, 64-aligned */
     uint32_t stripe_groups; /* groups of 16 rows in the stripe, even, at most 8 */
     uint32_t first;         /* even */
     uint32_t n_groups;      /* even */
     uint32_t n_blocks;      /* blocks of 32 columns; a multiple of 8 for the k forms */
     uint32_t m;             /* rows of x, at least 1 */
     activations x;
-    const int32_t *x_rows;  /* (m,) rows of x; NULL: 0 .. m-1 */
-    const int32_t *y_rows;  /* (m,) rows of y; NULL: 0 .. m-1 */
-    float *y;               /* y[y_row * y_ld + (g - first) * 16 + lane], overwritten */
+    const int32_t *x_rows; /* (m,) rows of x; NULL: 0 .. m-1 */
+    const int32_t *y_rows; /* (m,) rows of y; NULL: 0 .. m-1 */
+    float *y;              /* y[y_row * y_ld + (g - first) * 16 + lane], overwritten */
     size_t y_ld;
 } matmul_args;
 
@@ -37,14 +38,15 @@ typedef struct {
  * A KV block holds 32 positions of one KV head: K (head_dim, 32) then V (32, head_dim), of kv_type;
  * q8 adds f32 scales K (32,) then V (32,) behind the codes. */
 typedef struct {
-    const float *q;           /* (n_heads, head_dim), already rotated, not scaled */
-    const uint8_t *const *blocks; /* blocks[b]: this head's bytes of the block with positions 32 b .. */
+    const float *q; /* (n_heads, head_dim), already rotated, not scaled */
+    const uint8_t *const
+        *blocks; /* blocks[b]: this head's bytes of the block with positions 32 b .. */
     uint32_t n_heads, head_dim;
-    uint32_t first, end;      /* positions attended: first <= p < end */
+    uint32_t first, end; /* positions attended: first <= p < end */
     float scale;
     cflow_kv_type kv_type;
-    float *o;                 /* (n_heads, head_dim) */
-    float *scratch;           /* ATTEND_SCRATCH(n_heads, head_dim) floats */
+    float *o;       /* (n_heads, head_dim) */
+    float *scratch; /* ATTEND_SCRATCH(n_heads, head_dim) floats */
 } attend_args;
 #define ATTEND_SCRATCH(n_heads, head_dim) ((size_t)(n_heads) * ((head_dim) + 64))
 
@@ -70,7 +72,8 @@ typedef struct {
     /* Lane sums: acc[i % 16] = fma(x[i], x[i], acc), then the 16-lane sum. */
     float (*sum_squares)(const float *x, uint32_t n);
     /* y[i] = (x[i] * r) * (w[i] + offset); w NULL: y[i] = x[i] * r. In place allowed. */
-    void (*scale_weight)(const float *x, float r, const float *w, float offset, uint32_t n, float *y);
+    void (*scale_weight)(const float *x, float r, const float *w, float offset, uint32_t n,
+                         float *y);
     /* y[i] = x[i] + s * t[i] as one fma. y may be x. */
     void (*add_scaled)(const float *x, const float *t, float s, uint32_t n, float *y);
     /* y[i] = act(gate[i]) * up[i], or gate[i] * act(up[i]). silu(v) = v / (1 + exp(-v)). */
@@ -78,12 +81,11 @@ typedef struct {
                   int on_up, float *y);
 
     /* Blocks of 32 positions in rising order, online softmax:
-     *   s[h][p] = (sum over d in order of fma(q[h][d], K[d][p], .)) * scale   (q8: then * K scale[p])
-     *   positions outside [first, end) get -inf
-     *   m' = max(m, max s); c = exp(m - m'); w[p] = exp(s[p] - m')
-     *   l = fma(l, c, 16-lane sum of (w[p] + w[p+16]));
-     *   o[d] = o[d] * c, then for p in order o[d] = fma(w[p] (q8: * V scale[p]), V[p][d], o[d])
-     * and last o[d] / l. f16 and bf16 widen exactly. */
+     *   s[h][p] = (sum over d in order of fma(q[h][d], K[d][p], .)) * scale   (q8: then * K
+     * scale[p]) positions outside [first, end) get -inf m' = max(m, max s); c = exp(m - m'); w[p] =
+     * exp(s[p] - m') l = fma(l, c, 16-lane sum of (w[p] + w[p+16])); o[d] = o[d] * c, then for p in
+     * order o[d] = fma(w[p] (q8: * V scale[p]), V[p][d], o[d]) and last o[d] / l. f16 and bf16
+     * widen exactly. */
     void (*attend)(const attend_args *args);
 
     /* max over x; NaN if any is NaN. */
@@ -97,7 +99,8 @@ typedef struct {
     void (*f32_to_f16)(const float *x, uint32_t n, uint16_t *y); /* round half even */
 } kernels;
 
-/* Bytes of one stripe of n_cols columns. 0 for an unknown encoding. Never overflows for n_cols <= 2^31. */
+/* Bytes of one stripe of n_cols columns. 0 for an unknown encoding. Never overflows for n_cols <=
+ * 2^31. */
 uint64_t stripe_bytes(uint32_t encoding, uint32_t stripe_rows, uint32_t n_cols);
 /* Blocks of 32 columns a matrix of n_cols has on disk: padded to 32, to 256 for the k forms. */
 uint32_t n_column_blocks(uint32_t encoding, uint32_t n_cols);

@@ -22,27 +22,31 @@ typedef struct plan plan;
 
 struct cflow_model {
     cflow_header header;
-    const cflow_layer *layers;   /* (n_layers,) */
-    const cflow_tensor *tensors; /* (n_tensors,) */
-    const cflow_record *records; /* (n_records,) */
+    const cflow_layer *layers;           /* (n_layers,) */
+    const cflow_tensor *tensors;         /* (n_tensors,) */
+    const cflow_record *records;         /* (n_records,) */
     uint8_t *sections[CFLOW_N_SECTIONS]; /* the small sections, NULL for the banks */
-    arena weights;               /* resident bank, then expert bank (or their f32 form) */
+    arena weights;                       /* resident bank, then expert bank (or their f32 form) */
     const uint8_t *expert_bank;
-    matrix global[CFLOW_N_ROLES];         /* the tensors of CFLOW_MODEL_LEVEL */
-    matrix (*blocks)[CFLOW_N_ROLES];      /* (n_blocks, roles); the expert roles hold offsets only */
-    const uint8_t **expert_data;          /* (n_records,) start of each record in memory */
-    uint32_t *first_record;               /* (n_blocks + 1,) index of a block's expert 0 in records */
+    matrix global[CFLOW_N_ROLES];    /* the tensors of CFLOW_MODEL_LEVEL */
+    matrix (*blocks)[CFLOW_N_ROLES]; /* (n_blocks, roles); the expert roles hold offsets only */
+    const uint8_t **expert_data;     /* (n_records,) start of each record in memory */
+    uint32_t *first_record;          /* (n_blocks + 1,) index of a block's expert 0 in records */
     plan *plan;
     cflow_memory memory;
     int header_only, as_f32;
 };
 
-static inline const cflow_layer *model_layer(const cflow_model *m, uint32_t l) { return &m->layers[l]; }
+static inline const cflow_layer *model_layer(const cflow_model *m, uint32_t l) {
+    return &m->layers[l];
+}
 /* A tensor of layer l's block. */
 static inline const matrix *model_matrix(const cflow_model *m, uint32_t l, cflow_role role) {
     return &m->blocks[m->layers[l].block][role];
 }
-static inline const float *matrix_vector(const matrix *w) { return (const float *)(const void *)w->data; }
+static inline const float *matrix_vector(const matrix *w) {
+    return (const float *)(const void *)w->data;
+}
 /* Expert e's matrix of an expert role in layer l. For these roles blocks[][role].data is NULL and
  * record_offset says where in a record it starts. */
 matrix model_expert(const cflow_model *m, uint32_t l, uint32_t e, cflow_role role);

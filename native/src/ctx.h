@@ -1,0 +1,133 @@
+/* A context: the buffers of a plan, the KV blocks, the threads, and the step that is running. */
+#ifndef CFLOW_CTX_H
+#define CFLOW_CTX_H
+
+#include <stdatomic.h>
+
+#include "arena.h"
+#include "kernels.h"
+#include "plan.h"
+#include "pool.h"
+
+enum {
+    UNIT = 32, /* outputs of the smallest piece of work on a matrix: one block of activations */
+    STRIPE_UNITS = 4, /* most units of a stripe */
+    GATED_ROWS = 64,  /* rows whose gate and up outputs a thread holds at once */
+    SCORE_ROWS = 32   /* rows whose logits are held at once for scoring */
+};
+
+/* Which rows chose which expert, for one layer. Slot row * top_k + rank holds what that choice
+ * yields. */
+typedef struct {
+    uint32_t n_active;
+    uint32_t *experts; /* (n_active,) rising */
+    uint32_t *first;   /* (n_active + 1,) into rows and slots */
+    int32_t *rows;     /* (chosen,) by expert, then by row */
+    int32_t *slots;    /* (chosen,) */
+} groups;
+
+/* A value's memory: (max_rows * per_row, ld), columns padded with zeros. */
+typedef struct {
+    float *f;
+    int8_t *q;    /* and the next two: NULL unless quantized */
+    float *scale; /* (.., ld / 32) */
+    int32_t *sum; /* (.., ld / 16) */
+    size_t ld;
+    groups *groups; /* for routing lists; then the rest is NULL */
+} buffer;
+
+typedef struct {
+    const cflow_row *rows;
+    uint32_t n_rows;
+    int32_t *row_status;
+    cflow_score *scores;
+    int32_t *logit_rows; /* (n_logits,) rows that keep their logits */
+    int32_t *score_rows; /* (n_scores,) */
+    uint32_t n_logits, n_scores;
+    uint64_t attended; /* positions all rows look at together */
+    int stop[2];       /* by parity of the stage: all threads see the same answer */
+} step;
+
+struct cflow_ctx {
+    const cflow_model *model;
+    cflow_ctx_options options;
+    kernels k;
+    pool *pool;
+    arena memory;
+    buffer *buffers; /* (n_slots,), or (n_values,) with keep_values */
+    uint8_t *kv;     /* (n_kv_blocks, block_bytes) */
+    size_t block_bytes;
+    size_t *layer_offset; /* (n_layers,) in a block */
+    size_t *head_bytes;   /* (n_layers,) of one KV head in a block */
+    int32_t *tables;      /* (max_sequences, max_blocks) */
+    int32_t *table_size;  /* (max_sequences,) */
+    int32_t max_blocks;   /* of one sequence */
+    const float **rope; /* (n_layers,) (max_context, rope_dim) cosines, then sines, of a position */
+    float *logits;      /* (max_sequences, vocab_ld) */
+    float *score_logits; /* (SCORE_ROWS, vocab_ld) */
+    size_t vocab_ld;
+    int32_t *logit_of_row; /* (max_rows,) row of logits, -1: none */
+    uint8_t *scratch;      /* (n_threads, scratch_bytes) */
+    size_t scratch_bytes;
+    step step;
+    atomic_int cancelled;
+    atomic_uint_fast64_t stage_count, read_bytes;
+};
+
+static inline size_t round_up(size_t n, size_t to) {
+    return (n + to - 1) / to * to;
+}
+
+static inline buffer *ctx_buffer(const cflow_ctx *ctx, uint32_t v) {
+    return &ctx->buffers[ctx->options.keep_values ? v : ctx->model->plan->values[v].slot];
+}
+static inline void *ctx_scratch(const cflow_ctx *ctx, int thread) {
+    return ctx->scratch + (size_t)thread * ctx->scratch_bytes;
+}
+static inline activations buffer_activations(const buffer *b) {
+    return (activations){.f = b->f, .q = b->q, .scale = b->scale, .sum = b->sum, .ld = b->ld};
+}
+static inline uint32_t matrix_units(const matrix *w) {
+    return w->n_stripes * (w->stripe_rows / UNIT);
+}
+static inline uint64_t matrix_unit_bytes(const matrix *w) {
+    return w->stripe_bytes / (w->stripe_rows / UNIT);
+}
+
+/* y = W x for units [first, end) of w and m rows; y's column 0 is the first output of unit `first`.
+ */
+void multiply(const cflow_ctx *ctx, const matrix *w, uint32_t first, uint32_t end, activations x,
+              const int32_t *x_rows, uint32_t m, const int32_t *y_rows, float *y, size_t y_ld);
+/* hidden = act(gate x) * (up x), units [first, end); quantised where the buffer is. */
+void multiply_gated(const cflow_ctx *ctx, const cflow_layer *l, const matrix *gate,
+                    const matrix *up, uint32_t first, uint32_t end, activations x,
+                    const int32_t *x_rows, uint32_t m, const int32_t *y_rows, const buffer *hidden,
+                    int thread);
+/* Codes of columns [column, column + n) of a row of b; n a multiple of 32. Nothing if it has none.
+ */
+void buffer_quantize(const cflow_ctx *ctx, const buffer *b, size_t row, size_t column, uint32_t n);
+float sigmoid(const cflow_ctx *ctx, float x);
+
+/* A span is a run of equal units of one op; these are what forward.c splits over the threads. */
+typedef struct {
+    uint32_t units;
+    uint64_t cost; /* of a unit, in weight bytes times rows */
+} span;
+
+span kv_span(const cflow_ctx *ctx, const op *o);
+void kv_run(const cflow_ctx *ctx, const op *o, uint32_t first, uint32_t end, int thread);
+span attend_span(const cflow_ctx *ctx, const op *o);
+void attend_run(const cflow_ctx *ctx, const op *o, uint32_t first, uint32_t end, int thread);
+size_t attend_scratch(const cflow_model *model, int32_t max_blocks);
+void select_run(cflow_ctx *ctx, const op *o, int thread);
+uint32_t expert_spans(const cflow_ctx *ctx, const op *o);
+span expert_span(const cflow_ctx *ctx, const op *o, uint32_t index);
+void expert_run(const cflow_ctx *ctx, const op *o, uint32_t index, uint32_t first, uint32_t end,
+                int thread);
+
+/* Fills (context, rope_dim): rope_dim / 2 cosines then as many sines for each position. */
+void rope_table(const cflow_layer *l, uint32_t context, float *table);
+/* Bytes of one KV head of a layer in a block, a multiple of 64. */
+size_t kv_head_bytes(const cflow_layer *l, int32_t kv_type);
+
+#endif
