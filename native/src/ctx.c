@@ -143,9 +143,9 @@ static void fill_kv_offsets(cflow_ctx *ctx) {
     }
 }
 
-static cflow_status check_option(int ok, const char *name, int32_t value, const char *want,
+static cflow_status check_option(int ok, const char *name, int32_t given, const char *want,
                                  cflow_error *err) {
-    return ok ? CFLOW_OK : fail(err, CFLOW_EINVAL, "%s is %d; it must be %s", name, value, want);
+    return ok ? CFLOW_OK : fail(err, CFLOW_EINVAL, "%s is %d; it must be %s", name, given, want);
 }
 
 static cflow_status check_options(const cflow_model *m, const cflow_ctx_options *o,
