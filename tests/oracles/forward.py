@@ -1,0 +1,269 @@
+"""The forward pass, slow and obvious, in float64: every feature a layer record can name.
+
+Equations: docs/architecture.md for the stock parts; delayed experts and dense sources follow
+    x_mid = x_in + s attention(norm1(x_in))                  s = residual_scale
+    dense reads norm2 of x_mid, x_in[l] or x_in[l-1]         experts read x_mid or x_in[l]
+    x_in[l+1] = x_in + s attention + s dense + every expert output due after layer l
+where the experts of layer l are due after layer min(l + delay, last).
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from oracles.model_file import MODEL_LEVEL, ModelFile
+
+Array = NDArray[np.float64]
+POST_ATTENTION, X_IN, X_IN_PREVIOUS = range(3)
+
+
+class Forward:
+    """Runs `tokens` as one sequence from position 0; `values` then holds every value by the plan's
+    name, (n_tokens, width), and `logits` (n_tokens, vocab_size).
+
+    given: values to feed each op instead of those computed here (the engine's own, to check one op
+    at a time). int8: matmuls of quantised matrices round their input as the engine does.
+    kv_dtype: what K and V are rounded to.
+    """
+
+    def __init__(
+        self,
+        model: ModelFile,
+        tokens: list[int],
+        *,
+        given: Mapping[str, Array] | None = None,
+        int8: bool = False,
+        kv_dtype: type = np.float32,
+    ) -> None:
+        self.model, self.given, self.int8, self.kv_dtype = model, given or {}, int8, kv_dtype
+        self.values: dict[str, Array] = {}
+        table = model.weight(MODEL_LEVEL, "embedding")
+        x = self.make("L0.x_in", table[tokens] * model.header["embedding_scale"])
+        streams = [x]
+        due: list[list[Array]] = [[] for _ in model.layers]
+        for index, layer in enumerate(model.layers):
+            streams.append(Layer(self, index, layer).run(streams, due))
+        self.logits = self.head(streams[-1])
+
+    def make(self, name: str, value: Array) -> Array:
+        """Records what an op computed and returns what the next op is to read."""
+        self.values[name] = value
+        return self.given.get(name, value)
+
+    def head(self, x: Array) -> Array:
+        header = self.model.header
+        weight = self.model.weight(MODEL_LEVEL, "final_norm") + header["final_norm_offset"]
+        normed = self.make("final_norm", rms_norm(x, weight, header["final_norm_eps"]))
+        return self.matmul(normed, MODEL_LEVEL, "embedding" if header["tied"] else "head")
+
+    def matmul(self, x: Array, block: int, role: str, expert: int = 0) -> Array:
+        if self.int8 and self.model.encoding(block, role).startswith("q"):
+            x = rounded_to_int8(x)
+        return x @ self.model.weight(block, role, expert).T
+
+
+class Layer:
+    """One layer of a Forward."""
+
+    def __init__(self, forward: Forward, index: int, layer: dict[str, Any]) -> None:
+        self.forward, self.index, self.layer = forward, index, layer
+        self.block = layer["block"]
+
+    def make(self, name: str, value: Array) -> Array:
+        return self.forward.make(f"L{self.index}.{name}", value)
+
+    def matmul(self, x: Array, role: str, expert: int = 0) -> Array:
+        y = self.forward.matmul(x, self.block, role, expert)
+        if self.forward.model.has(self.block, f"{role}_bias"):
+            y = y + self.forward.model.weight(self.block, f"{role}_bias")
+        return y
+
+    def norm(self, x: Array, role: str, name: str) -> Array:
+        weight = self.forward.model.weight(self.block, role) + self.layer["norm_offset"]
+        return self.make(name, rms_norm(x, weight, self.layer["norm_eps"]))
+
+    def run(self, streams: list[Array], due: list[list[Array]]) -> Array:
+        """The stream after this layer. streams: x_in of the layers so far; due: expert outputs by
+        the layer they join after."""
+        layer, x_in = self.layer, streams[-1]
+        scale = layer["residual_scale"]
+        attention = self.attention(x_in)
+        x_mid = x_in + scale * attention
+        if POST_ATTENTION in (
+            layer["dense_source"] if layer["d_ff"] else None,
+            layer["expert_anchor"] if layer["n_experts"] else None,
+        ):
+            x_mid = self.make("x_mid", x_mid)
+        previous = streams[max(self.index - 1, 0)]
+        sources = {POST_ATTENTION: x_mid, X_IN: x_in, X_IN_PREVIOUS: previous}
+        x_out = x_mid
+        if layer["d_ff"]:
+            x_out = x_out + scale * self.dense(sources[layer["dense_source"]])
+        if layer["n_experts"]:
+            last = len(due) - 1
+            joins = min(self.index + layer["expert_delay"], last)
+            due[joins].append(self.experts(sources[layer["expert_anchor"]]))
+        for output in due[self.index]:
+            x_out = x_out + output
+        name = "x_out" if self.index + 1 == len(due) else f"L{self.index + 1}.x_in"
+        return self.forward.make(name, x_out)
+
+    # ---- attention ----
+
+    def attention(self, x_in: Array) -> Array:
+        normed = self.norm(x_in, "norm1", "norm1")
+        q, k, v = (self.make(role, self.matmul(normed, role)) for role in "qkv")
+        q = self.make("q_rot", self.rotated(self.head_norm(q, "q")).reshape(len(q), -1))
+        k, v = self.rotated(self.head_norm(k, "k")), self.heads(v)
+        if self.layer["v_norm"]:
+            v = rms_norm(v, 1.0, self.layer["norm_eps"])
+        k, v = (a.astype(self.forward.kv_dtype).astype(np.float64) for a in (k, v))
+        heads = self.make("attention", self.attend(self.heads(q), k, v))
+        return self.make("attention_out", self.matmul(heads, "o"))
+
+    def heads(self, x: Array) -> Array:
+        """(n, n_heads * head_dim) -> (n, n_heads, head_dim)"""
+        return x.reshape(len(x), -1, self.layer["head_dim"])
+
+    def head_norm(self, x: Array, role: str) -> Array:
+        kind, eps = self.layer["qk_norm"], self.layer["norm_eps"]
+        if kind == 0:
+            return self.heads(x)
+        weight = self.forward.model.weight(self.block, f"{role}_norm") + self.layer["norm_offset"]
+        if kind == 1:
+            return rms_norm(self.heads(x), weight, eps)
+        return self.heads(rms_norm(x, weight, eps))
+
+    def rotated(self, x: Array) -> Array:
+        """x (n, heads, head_dim) with row i at position i."""
+        layer, n_rotated = self.layer, self.layer["rope_dim"]
+        if layer["rope_kind"] == 0:
+            return x
+        angle = np.arange(len(x))[:, None, None] * rope_frequencies(layer)
+        cos, sin = np.cos(angle), np.sin(angle)
+        half = n_rotated // 2
+        if layer["rope_kind"] == 1:
+            first, second = slice(0, half), slice(half, n_rotated)
+        else:
+            first, second = slice(0, n_rotated, 2), slice(1, n_rotated, 2)
+        y = x.copy()
+        y[..., first] = x[..., first] * cos - x[..., second] * sin
+        y[..., second] = x[..., second] * cos + x[..., first] * sin
+        return y
+
+    def attend(self, q: Array, k: Array, v: Array) -> Array:
+        """q (n, n_heads, head_dim), k and v (n, n_kv_heads, head_dim) -> (n, n_heads * head_dim)"""
+        n, n_heads, window = len(q), self.layer["n_heads"], self.layer["window"]
+        query_at, key_at = np.arange(n)[:, None], np.arange(n)[None, :]
+        seen = key_at <= query_at
+        if window:
+            seen &= key_at > query_at - window
+        out = np.empty_like(q)
+        for head in range(n_heads):
+            kv_head = head * self.layer["n_kv_heads"] // n_heads
+            scores = q[:, head] @ k[:, kv_head].T * self.layer["attention_scale"]
+            out[:, head] = softmax(np.where(seen, scores, -np.inf)) @ v[:, kv_head]
+        return out.reshape(n, -1)
+
+    # ---- feed-forward ----
+
+    def gated(self, gate: Array, up: Array) -> Array:
+        act = ACTIVATIONS[self.layer["activation"]]
+        return np.asarray(gate * act(up) if self.layer["activation_on_up"] else act(gate) * up)
+
+    def dense(self, source: Array) -> Array:
+        x = self.norm(source, "norm2", "norm2")
+        hidden = self.make("hidden", self.gated(self.matmul(x, "gate"), self.matmul(x, "up")))
+        return self.make("dense_out", self.matmul(hidden, "down"))
+
+    def experts(self, source: Array) -> Array:
+        """What router, experts and shared expert add, (n, d_model)."""
+        role = "norm2" if self.layer["norms_shared"] else "norm3"
+        x = self.norm(source, role, role)
+        ids, weights = self.routed(self.make("router", self.matmul(x, "router")))
+        out = np.zeros_like(x)
+        for row, rank in np.ndindex(ids.shape):
+            expert, one = int(ids[row, rank]), x[row : row + 1]
+            gate, up = (self.matmul(one, f"expert_{side}", expert) for side in ("gate", "up"))
+            each = self.matmul(self.gated(gate, up), "expert_down", expert)
+            out[row] += weights[row, rank] * each[0]
+        out = self.make("expert_out", out)
+        return out + self.shared_expert(x) if self.layer["d_shared"] else out
+
+    def routed(self, router: Array) -> tuple[Array, Array]:
+        """Expert ids and weights (n, top_k), best first; ties go to the smaller id."""
+        layer = self.layer
+        ids = np.argsort(-router, axis=1, kind="stable")[:, : layer["top_k"]]
+        weights = np.take_along_axis(softmax(router), ids, axis=1)
+        if layer["renormalise"]:
+            weights = weights / weights.sum(axis=1, keepdims=True)
+        return (
+            self.make("routed", ids.astype(np.float64)),
+            self.make("routed_weights", weights * layer["expert_scale"]),
+        )
+
+    def shared_expert(self, x: Array) -> Array:
+        hidden = self.gated(self.matmul(x, "shared_gate"), self.matmul(x, "shared_up"))
+        out = self.make(
+            "shared_out", self.matmul(self.make("shared_hidden", hidden), "shared_down")
+        )
+        if self.layer["shared_gate"]:
+            scale = self.make("shared_scale", self.matmul(x, "shared_scale"))
+            out = out / (1 + np.exp(-scale))
+        return out
+
+
+def rms_norm(x: Array, weight: Array | float, eps: float) -> Array:
+    return np.asarray(x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight)
+
+
+def softmax(x: Array) -> Array:
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return np.asarray(e / e.sum(-1, keepdims=True))
+
+
+def rounded_to_int8(x: Array) -> Array:
+    """x through the engine's int8 codes: per 32 columns, scale amax / 127, in float32 as it does."""
+    n, n_cols = x.shape
+    padded = np.zeros((n, -(-n_cols // 32) * 32), np.float32)
+    padded[:, :n_cols] = x
+    blocks = padded.reshape(n, -1, 32)
+    amax = np.abs(blocks).max(-1, keepdims=True)
+    inverse = np.divide(np.float32(127), amax, out=np.zeros_like(amax), where=amax > 0)
+    codes = np.clip(np.rint(blocks * inverse), -127, 127).astype(np.float64)
+    scale = (amax / np.float32(127)).astype(np.float64)
+    return np.asarray((codes * scale).reshape(n, -1)[:, :n_cols])
+
+
+def rope_frequencies(layer: dict[str, Any]) -> Array:
+    """Radians a position turns each pair, (rope_dim / 2,)."""
+    pairs = np.arange(0, layer["rope_dim"], 2)
+    frequency = layer["rope_base"] ** (-pairs / layer["rope_dim"])
+    factor = layer["rope_factor"]
+    if layer["rope_scaling"] == 1:
+        return np.asarray(frequency / factor)
+    if layer["rope_scaling"] == 2:
+        # Llama 3.1: long waves are slowed by factor, short ones kept, between them a ramp
+        turns = layer["rope_original_context"] * frequency / (2 * math.pi)
+        low, high = layer["rope_low_freq"], layer["rope_high_freq"]
+        kept = np.clip((turns - low) / (high - low), 0, 1)
+        return np.asarray(frequency * (kept + (1 - kept) / factor))
+    return np.asarray(frequency)
+
+
+def silu(x: Array) -> Array:
+    return np.asarray(x / (1 + np.exp(-x)))
+
+
+def gelu_tanh(x: Array) -> Array:
+    return np.asarray(0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))))
+
+
+def gelu_erf(x: Array) -> Array:
+    return np.asarray(0.5 * x * (1 + np.vectorize(math.erf)(x / math.sqrt(2))))
+
+
+ACTIVATIONS: tuple[Callable[[Array], Array], ...] = (silu, gelu_tanh, gelu_erf)
