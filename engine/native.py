@@ -1,0 +1,483 @@
+"""The native engine for Python: the only module that touches cffi.
+
+Handles close when their last reference goes, or by close(); a context keeps its model open. Calls
+release the GIL. A context belongs to one thread at a time, except cancel() and stage_count.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotYet
+from dataclasses import fields
+from enum import IntEnum
+from itertools import takewhile
+from types import SimpleNamespace
+from typing import Any, NotRequired, TypedDict, TypeVar, Unpack
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cflow.engine._native import ffi, lib
+from cflow.engine.errors import EngineError, ModelError
+from cflow.engine.native_types import (
+    Choice,
+    Header,
+    Layer,
+    Memory,
+    OpInfo,
+    Pick,
+    PlanInfo,
+    Row,
+    Score,
+    StepResult,
+    Tensor,
+    TokenBytes,
+)
+
+__all__ = [
+    "Choice",
+    "Context",
+    "ContextOptions",
+    "Header",
+    "Layer",
+    "Memory",
+    "Model",
+    "NativeError",
+    "OpInfo",
+    "Pick",
+    "PlanInfo",
+    "Row",
+    "Score",
+    "StepResult",
+    "Tensor",
+    "TokenBytes",
+    "best_isa",
+    "const",
+    "context_memory",
+    "crc32c",
+    "pack",
+    "probe_bandwidth",
+    "sizeof",
+]
+
+Progress = Callable[[int, int], None]  # bytes done, bytes in all
+Floats = NDArray[np.float32]
+T = TypeVar("T")
+
+POLL_S = 0.1
+
+# ---- constants and structs of the header ----
+
+
+def _enum(name: str) -> tuple[str, Any]:
+    """cflow_rope_kind with CFLOW_ROPE_HALF gives RopeKind.HALF; counts (CFLOW_N_...) are left out."""
+    values = ffi.typeof(name).relements
+    words = {key: key.split("_") for key in values if not key.startswith("CFLOW_N_")}
+    columns = zip(*words.values(), strict=False)  # words that all members begin with
+    n_shared = len(list(takewhile(lambda column: len(set(column)) == 1, columns)))
+    title = name.removeprefix("cflow_").title().replace("_", "")
+    members = {
+        "_".join(words[key][n_shared:]): values[key] for key in sorted(words, key=values.get)
+    }
+    return title, IntEnum(title, members)
+
+
+def _constants() -> SimpleNamespace:
+    names = ffi.list_types()[0]
+    enums = dict(_enum(name) for name in names if ffi.typeof(name).kind == "enum")
+    plain = {name: getattr(lib, name) for name in dir(lib) if name.startswith("CFLOW_")}
+    return SimpleNamespace(**enums, **plain)
+
+
+# Every enum of cflow.h as an IntEnum (const.Role.Q, const.Encoding.Q4_0) and every constant under its
+# own name (const.CFLOW_ROW_LOGITS).
+const: Any = _constants()
+
+
+def sizeof(struct_name: str) -> int:
+    return int(ffi.sizeof(struct_name))
+
+
+def pack(struct_name: str, values: Mapping[str, Any]) -> bytes:
+    """The bytes of a struct; what `values` leaves out is 0. An unknown field is a KeyError."""
+    return bytes(ffi.buffer(ffi.new(f"{struct_name} *", values)))
+
+
+def _record(kind: type[T], source: Any) -> T:
+    """A dataclass from the struct of the same fields; char arrays become text."""
+    values = {field.name: getattr(source, field.name) for field in fields(kind)}  # type: ignore[arg-type]
+    for name, value in values.items():
+        if isinstance(value, ffi.CData):
+            values[name] = ffi.string(value).decode()
+    return kind(**values)
+
+
+# ---- errors ----
+
+_CODES = {
+    const.Status.ENOMEM: "out_of_memory",
+    const.Status.ECANCELLED: "cancelled",
+    const.Status.ENUMERIC: "numeric",
+}
+_MODEL_STATUS = (const.Status.EFORMAT, const.Status.EIO, const.Status.EUNSUPPORTED)
+
+
+class NativeError(EngineError):
+    """A native call failed. status: one of const.Status."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(_CODES.get(status, "internal"), message)
+        self.status = status
+
+
+def _text(err: Any) -> str:
+    return str(ffi.string(err.text).decode(errors="replace"))
+
+
+def _check(status: int, err: Any) -> None:
+    if status:
+        raise NativeError(const.Status(status), _text(err))
+
+
+# ---- the model ----
+
+
+class Model:
+    """An open model file. header_only: without weights, for inspection and plans."""
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        threads: int = 1,
+        header_only: bool = False,
+        as_f32: bool = False,
+        progress: Progress | None = None,
+    ) -> None:
+        self.path = path
+        state = ffi.new("cflow_progress *")
+        c_path = ffi.new("char[]", str(path).encode())
+        options = ffi.new(
+            "cflow_model_options *",
+            {
+                "path": c_path,
+                "n_threads": threads,
+                "header_only": header_only,
+                "as_f32": as_f32,
+                "progress": state,
+            },
+        )
+        out, err = ffi.new("cflow_model **"), ffi.new("cflow_error *")
+        status = _open(out, options, err, state, progress)
+        if status in _MODEL_STATUS:
+            raise ModelError(f"{path}: {_text(err)}")
+        _check(status, err)
+        self._handle = ffi.gc(out[0], lib.cflow_model_close)
+        self.header: Header = _record(Header, lib.cflow_model_header(self._handle))
+
+    def close(self) -> None:
+        """Frees the weights, once no context uses them."""
+        self._handle = None
+
+    @property
+    def layers(self) -> list[Layer]:
+        count = self.header.n_layers
+        return [_record(Layer, lib.cflow_model_layer(self._handle, i)) for i in range(count)]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        count = self.header.n_tensors
+        return [_record(Tensor, lib.cflow_model_tensor(self._handle, i)) for i in range(count)]
+
+    def section(self, section: int) -> bytes:
+        """A copy of a small section; the two banks are not sections in memory."""
+        size = ffi.new("uint64_t *")
+        data = lib.cflow_model_section(self._handle, section, size)
+        return bytes(ffi.buffer(data, size[0])) if data else b""
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        try:
+            metadata = json.loads(self.section(const.SectionId.METADATA))
+        except ValueError as error:
+            raise ModelError(f"{self.path}: the metadata is not JSON: {error}") from error
+        if not isinstance(metadata, dict):
+            raise ModelError(f"{self.path}: the metadata is not a JSON object")
+        return metadata
+
+    @property
+    def token_bytes(self) -> TokenBytes:
+        section = self.section(const.SectionId.TOKEN_BYTES)
+        (count,) = struct.unpack_from("<I", section)
+        ends = struct.unpack_from(f"<{count}I", section, 4)
+        flags, data = section[4 + 4 * count :][:count], section[4 + 5 * count :]
+        starts = (0, *ends[:-1])
+        return TokenBytes([data[a:b] for a, b in zip(starts, ends, strict=True)], flags)
+
+    @property
+    def plan(self) -> PlanInfo:
+        info = ffi.new("cflow_plan_info *")
+        lib.cflow_model_plan(self._handle, info)
+        return _record(PlanInfo, info)
+
+    @property
+    def ops(self) -> list[OpInfo]:
+        info, err = ffi.new("cflow_op_info *"), ffi.new("cflow_error *")
+        ops = []
+        for index in range(self.plan.n_ops):
+            _check(lib.cflow_model_op(self._handle, index, info, err), err)
+            ops.append(_record(OpInfo, info))
+        return ops
+
+    @property
+    def memory(self) -> Memory:
+        memory = ffi.new("cflow_memory *")
+        lib.cflow_model_memory(self._handle, memory)
+        return _record(Memory, memory)
+
+    def rows(self, tensor: int, expert: int, first: int, n: int) -> Floats:
+        """Dequantised rows [first, first + n) of a tensor, (n, n_cols)."""
+        source = lib.cflow_model_tensor(self._handle, tensor)
+        if not source:
+            raise NativeError(const.Status.EINVAL, f"tensor {tensor} of {self.header.n_tensors}")
+        out = np.empty((n, source.n_cols), np.float32)
+        err = ffi.new("cflow_error *")
+        pointer = ffi.from_buffer("float[]", out, require_writable=True)
+        _check(
+            lib.cflow_model_rows(self._handle, tensor, expert, first, n, pointer, err),
+            err,
+        )
+        return out
+
+
+def _open(out: Any, options: Any, err: Any, state: Any, progress: Progress | None) -> int:
+    """Opens the model; progress is called from the caller's thread, where an exception (Ctrl-C as
+    well) cancels the loading."""
+    if progress is None:
+        return int(lib.cflow_model_open(out, options, err))
+    with ThreadPoolExecutor(1) as pool:
+        opening: Future[int] = pool.submit(lib.cflow_model_open, out, options, err)
+        try:
+            while True:
+                try:
+                    status = opening.result(timeout=POLL_S)
+                    break
+                except NotYet:
+                    progress(state.done_bytes, state.total_bytes)
+            if not status:
+                progress(state.done_bytes, state.total_bytes)
+        except BaseException:
+            state.cancel = 1
+            opening.result()
+            lib.cflow_model_close(out[0])
+            raise
+        return status
+
+
+# ---- the context ----
+
+
+class ContextOptions(TypedDict):
+    """cflow_ctx_options. isa: None for the best; kv_type: "f16", "f32", "bf16" or "q8"."""
+
+    threads: int
+    max_rows: int
+    max_sequences: int
+    max_context: int
+    n_kv_blocks: int
+    isa: NotRequired[str | None]
+    kv_type: NotRequired[str]
+    keep_values: NotRequired[bool]
+
+
+def _context_options(options: ContextOptions) -> tuple[Any, Any]:
+    """The struct, and what must live as long as it."""
+    isa = options.get("isa")
+    c_isa = ffi.NULL if isa is None else ffi.new("char[]", isa.encode())
+    values = {
+        "isa": c_isa,
+        "n_threads": options["threads"],
+        "max_rows": options["max_rows"],
+        "max_sequences": options["max_sequences"],
+        "max_context": options["max_context"],
+        "n_kv_blocks": options["n_kv_blocks"],
+        "kv_type": const.KvType[options.get("kv_type", "f16").upper()],
+        "keep_values": options.get("keep_values", False),
+    }
+    return ffi.new("cflow_ctx_options *", values), c_isa
+
+
+def context_memory(model: Model, **options: Unpack[ContextOptions]) -> tuple[int, int]:
+    """Bytes a Context with these options would take: KV blocks, everything else."""
+    out, err = ffi.new("uint64_t[2]"), ffi.new("cflow_error *")
+    c_options, _keep = _context_options(options)
+    _check(lib.cflow_ctx_memory(out, out + 1, model._handle, c_options, err), err)
+    return out[0], out[1]
+
+
+_ROW = struct.Struct("=7i4x")  # cflow_row
+_PICK = struct.Struct("=4iQ6f4i32x")  # cflow_pick, its four pointers NULL
+_MASK_64 = (1 << 64) - 1
+
+
+class Context:
+    """KV memory, scratch and threads for running a model."""
+
+    def __init__(self, model: Model, **options: Unpack[ContextOptions]) -> None:
+        c_options, _keep = _context_options(options)
+        out, self._err = ffi.new("cflow_ctx **"), ffi.new("cflow_error *")
+        model_handle = model._handle
+        _check(lib.cflow_ctx_open(out, model_handle, c_options, self._err), self._err)
+        # The destructor holds the model's handle, so the model cannot close first.
+        self._handle = ffi.gc(out[0], lambda ctx, _model=model_handle: lib.cflow_ctx_close(ctx))
+        self._vocab_size = model.header.vocab_size
+        self._max_rows = options["max_rows"]
+        self._max_picks = options["max_sequences"]
+        self._rows = ffi.new("cflow_row[]", self._max_rows)
+        self._row_bytes = ffi.buffer(self._rows)
+        self._status = ffi.new("int32_t[]", self._max_rows)
+        self._scores = ffi.new("cflow_score[]", self._max_rows)
+        self._picks = ffi.new("cflow_pick[]", self._max_picks)
+        self._pick_bytes = ffi.buffer(self._picks)
+        self._choices = ffi.new("cflow_choice[]", self._max_picks)
+
+    def close(self) -> None:
+        self._handle = None
+
+    @property
+    def isa(self) -> str:
+        return str(ffi.string(lib.cflow_ctx_isa(self._handle)).decode())
+
+    def bind(self, sequence: int, blocks: Sequence[int]) -> None:
+        """Position p of `sequence` lives in KV block blocks[p // 32]."""
+        _check(
+            lib.cflow_ctx_bind(self._handle, sequence, list(blocks), len(blocks), self._err),
+            self._err,
+        )
+
+    def copy_block(self, source: int, target: int) -> None:
+        _check(lib.cflow_ctx_copy_block(self._handle, source, target, self._err), self._err)
+
+    def clear_block(self, block: int) -> None:
+        _check(lib.cflow_ctx_clear_block(self._handle, block, self._err), self._err)
+
+    def step(self, rows: Sequence[Row]) -> StepResult:
+        """One forward of the rows. NativeError with status ECANCELLED: nothing was kept."""
+        n = len(rows)
+        if n > self._max_rows:
+            raise NativeError(const.Status.EINVAL, f"{n} rows in a step, at most {self._max_rows}")
+        for i, row in enumerate(rows):
+            _ROW.pack_into(self._row_bytes, i * _ROW.size, *row)
+        status = lib.cflow_ctx_step(
+            self._handle, self._rows, n, self._status, self._scores, self._err
+        )
+        _check(status, self._err)
+        n_scores = sum(1 for row in rows if row.flags & const.CFLOW_ROW_SCORE)
+        scores = [_score(self._scores[i]) for i in range(n_scores)]
+        return StepResult(ffi.unpack(self._status, n), scores)
+
+    def logits(self, row: int) -> Floats:
+        """A copy of the kept logits of a row of the last step, (vocab_size,)."""
+        logits = lib.cflow_ctx_logits(self._handle, row)
+        if not logits:
+            raise NativeError(const.Status.EINVAL, f"row {row} kept no logits")
+        return np.frombuffer(ffi.buffer(logits, 4 * self._vocab_size), np.float32).copy()
+
+    def sample(self, picks: Sequence[Pick]) -> list[Choice]:
+        """Tokens from the kept logits of the last step."""
+        n = len(picks)
+        if n > self._max_picks:
+            raise NativeError(const.Status.EINVAL, f"{n} picks, at most {self._max_picks}")
+        borrowed: list[Any] = []  # arrays that the C side reads
+        for i, pick in enumerate(picks):
+            self._fill_pick(i, pick, borrowed)
+        status = lib.cflow_ctx_sample(self._handle, self._picks, n, self._choices, self._err)
+        _check(status, self._err)
+        return [_choice(self._choices[i], pick.n_top >= 0) for i, pick in enumerate(picks)]
+
+    def _fill_pick(self, i: int, p: Pick, borrowed: list[Any]) -> None:
+        has_penalty = (
+            p.repetition_penalty != 1 or p.frequency_penalty != 0 or p.presence_penalty != 0
+        )
+        history = p.history if has_penalty else None
+        _PICK.pack_into(
+            self._pick_bytes,
+            i * _PICK.size,
+            *(p.row, p.choice, p.index, p.n_top, p.seed & _MASK_64),
+            *(p.temperature, p.top_p, p.min_p),
+            *(p.repetition_penalty, p.frequency_penalty, p.presence_penalty),
+            *(p.top_k, p.n_prompt),
+            0 if history is None else len(history),
+            0 if p.bias_ids is None else len(p.bias_ids),
+        )
+        pointers = (
+            ("history", "int32_t[]", history),
+            ("bias_ids", "int32_t[]", p.bias_ids),
+            ("bias", "float[]", p.bias),
+            ("mask", "uint32_t[]", p.mask),
+        )
+        for name, kind, array in pointers:
+            if array is not None:
+                borrowed.append(ffi.from_buffer(kind, array))
+                setattr(self._picks[i], name, borrowed[-1])
+
+    def cancel(self) -> None:
+        """Makes the running step end early. From any thread."""
+        lib.cflow_ctx_cancel(self._handle)
+
+    @property
+    def stage_count(self) -> int:
+        """Stages run so far. From any thread."""
+        return int(lib.cflow_ctx_stage_count(self._handle))
+
+    @property
+    def read_bytes(self) -> int:
+        """Weight bytes streamed so far."""
+        return int(lib.cflow_ctx_read_bytes(self._handle))
+
+    def value(self, name: str, row: int) -> Floats:
+        """A value of the plan ("L0.q") for one row of the last step; needs keep_values."""
+        width = ffi.new("int32_t *")
+        args = (self._handle, name.encode(), row)
+        status = lib.cflow_ctx_value(*args, ffi.NULL, 0, width, self._err)
+        out = np.empty(width[0], np.float32)
+        if width[0]:
+            pointer = ffi.from_buffer("float[]", out, require_writable=True)
+            status = lib.cflow_ctx_value(*args, pointer, width[0], width, self._err)
+        _check(status, self._err)
+        return out
+
+
+def _score(score: Any) -> Score:
+    n = score.n_top
+    tokens, logprobs = ffi.unpack(score.top_tokens, n), ffi.unpack(score.top_logprobs, n)
+    return Score(score.token, score.logprob, score.rank, tuple(zip(tokens, logprobs, strict=True)))
+
+
+def _choice(choice: Any, has_score: bool) -> Choice:
+    score = _score(choice.score) if has_score and not choice.status else None
+    return Choice(choice.status, choice.score.token, score)
+
+
+# ---- tools ----
+
+
+def crc32c(data: Any, crc: int = 0) -> int:
+    """CRC-32C of a bytes-like object, continuing from crc."""
+    view = ffi.from_buffer(data)
+    return int(lib.cflow_crc32c(crc, view, len(view)))
+
+
+def probe_bandwidth(n_bytes: int, threads: int, passes: int) -> float:
+    """Read bandwidth of main memory in bytes a second, the best of `passes`."""
+    out, err = ffi.new("double *"), ffi.new("cflow_error *")
+    _check(lib.cflow_probe_bandwidth(out, n_bytes, threads, passes, err), err)
+    return float(out[0])
+
+
+def best_isa() -> str:
+    """The best instruction set of this machine."""
+    return str(ffi.string(lib.cflow_best_isa()).decode())

@@ -1,0 +1,208 @@
+"""What goes into and comes out of the native engine, as plain Python values.
+
+The dataclasses mirror structs of native/include/cflow.h, where each field is explained; a test
+compares their fields with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """cflow_header, without checks and sections."""
+
+    version: int
+    order: int
+    file_bytes: int
+    n_layers: int
+    n_blocks: int
+    d_model: int
+    vocab_size: int
+    n_tokens: int
+    context: int
+    n_tensors: int
+    n_records: int
+    tied: int
+    embedding_scale: float
+    final_norm_eps: float
+    final_norm_offset: float
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """cflow_layer."""
+
+    block: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    window: int
+    qk_norm: int
+    v_norm: int
+    attention_scale: float
+    rope_kind: int
+    rope_dim: int
+    rope_base: float
+    rope_scaling: int
+    rope_factor: float
+    rope_low_freq: float
+    rope_high_freq: float
+    rope_original_context: int
+    d_ff: int
+    activation: int
+    activation_on_up: int
+    n_experts: int
+    top_k: int
+    renormalise: int
+    expert_scale: float
+    d_expert: int
+    d_shared: int
+    shared_gate: int
+    norm_eps: float
+    norm_offset: float
+    norms_shared: int
+    dense_source: int
+    expert_anchor: int
+    expert_delay: int
+    residual_scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """cflow_tensor."""
+
+    role: int
+    block: int
+    encoding: int
+    n_rows: int
+    n_cols: int
+    stripe_rows: int
+    offset: int
+    stripe_stride: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlanInfo:
+    """cflow_plan_info."""
+
+    n_stages: int
+    n_barriers: int
+    n_ops: int
+    n_values: int
+    bytes_per_token: int
+    layer_bytes: int
+    critical_path_bytes: int
+    critical_path_closed_form_bytes: float
+    kv_bytes_per_token: int
+
+
+@dataclass(frozen=True, slots=True)
+class OpInfo:
+    """cflow_op_info."""
+
+    name: str
+    stage: int
+    layer: int
+    bytes: int
+    reads: str
+    writes: str
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """cflow_memory."""
+
+    resident_bytes: int
+    huge_bytes: int
+    load_s: float
+    direct_io: int
+
+
+class TokenBytes:
+    """The token-bytes table: what each token id spells, and which are special (never shown)."""
+
+    def __init__(self, tokens: list[bytes], flags: bytes) -> None:
+        self._tokens = tokens
+        self._flags = flags
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __getitem__(self, token: int) -> bytes:
+        return self._tokens[token]
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._tokens)
+
+    def is_special(self, token: int) -> bool:
+        return bool(self._flags[token] & 1)
+
+
+class Row(NamedTuple):
+    """One token of one sequence in a step: cflow_row."""
+
+    sequence: int
+    token: int
+    position: int
+    flags: int = 0
+    target: int = 0
+    n_top: int = 0
+    n_experts: int = 0
+
+
+class Score(NamedTuple):
+    """A token's natural log-probability under softmax of the raw logits; top: best first."""
+
+    token: int
+    logprob: float
+    rank: int  # how many tokens are more likely
+    top: tuple[tuple[int, float], ...]
+
+
+class StepResult(NamedTuple):
+    """status: a cflow_status per row. scores: one per SCORE row, in row order."""
+
+    status: list[int]
+    scores: list[Score]
+
+
+@dataclass(slots=True)
+class Pick:
+    """How to choose a token from a kept row of logits: cflow_pick. Reuse one per answer.
+
+    Arrays are passed on without a copy; they must be contiguous.
+    """
+
+    row: int
+    choice: int = 0
+    index: int = 0
+    n_top: int = -1
+    seed: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    top_k: int = 0
+    n_prompt: int = 0
+    history: NDArray[np.int32] | None = None  # prompt, then output; read where a penalty is on
+    bias_ids: NDArray[np.int32] | None = None
+    bias: NDArray[np.float32] | None = None
+    mask: NDArray[np.uint32] | None = None  # (ceil(vocab_size / 32),) bit set: allowed
+
+
+class Choice(NamedTuple):
+    """status: OK, EINVAL (nothing is allowed) or ENUMERIC; token is -1 unless it is OK.
+    score: where the pick's n_top is 0 or more."""
+
+    status: int
+    token: int
+    score: Score | None
