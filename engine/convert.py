@@ -1,0 +1,217 @@
+"""Model files of others into .cflow: `convert` reads a GGUF file or a Hugging Face folder."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cflow.engine.errors import ModelError
+from cflow.engine.formats.cflow import MODEL_LEVEL, Contents, Progress, Run, Weight, write
+from cflow.engine.formats.gguf import GgufFile
+from cflow.engine.formats.matrix import Matrix
+from cflow.engine.formats.quantise import QUANTISERS
+from cflow.engine.formats.safetensors import SafetensorsFolder
+from cflow.engine.formats.tiles import Bytes, pack, stripe_rows
+from cflow.engine.models import gguf_model, gguf_vocabulary, hf_model, hf_vocabulary
+from cflow.engine.models.spec import LayerSpec, ModelSpec
+from cflow.engine.models.vocabulary import Vocabulary
+from cflow.engine.models.weights import Weights
+
+QUANTS = ("keep", *QUANTISERS)
+F32_ROLES = ("router", "shared_scale")  # matrices that are never quantised
+HASH_CHUNK = 8 << 20
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model as it was found. files: those with weights, what the source hash is taken of."""
+
+    spec: ModelSpec
+    weights: Weights
+    vocabulary: Vocabulary
+    licence: str | None
+    path: Path
+    files: list[Path]
+    close: Callable[[], None]
+
+
+def convert(
+    source: str,
+    out: Path,
+    *,
+    quant: str = "keep",
+    order: str = "layer",
+    progress: Progress | None = None,
+) -> None:
+    """Writes `out`, whole or not at all. source: a .gguf file or a folder with config.json.
+
+    quant "keep" puts each tensor in the encoding that holds it exactly (Q5_K: up to f16 rounding of
+    scale and minimum); others quantise every matrix but routers and shared-expert gates.
+    """
+    if quant not in QUANTS:
+        raise ModelError(f"--quant {quant} is not known; one of {', '.join(QUANTS)}")
+    if order != "layer":
+        raise ModelError(f"--order {order} is not supported yet; use --order layer")
+    found = open_source(Path(source))
+    try:
+        write(_contents(found, quant), out, progress)
+    finally:
+        found.close()
+
+
+def open_source(path: Path) -> Source:
+    """Reads headers only."""
+    if path.is_dir():
+        return _open_folder(path)
+    if not path.is_file():
+        raise ModelError(f"{path} does not exist")
+    return _open_gguf(path)
+
+
+def _open_gguf(path: Path) -> Source:
+    file = GgufFile(path)
+    try:
+        spec = gguf_model.spec(file)
+        licence = file.metadata.get("general.license")
+        return Source(
+            spec=spec,
+            weights=gguf_model.weights(file),
+            vocabulary=gguf_vocabulary.vocabulary(file, spec.vocab_size),
+            licence=licence if isinstance(licence, str) else None,
+            path=path,
+            files=[path],
+            close=file.close,
+        )
+    except BaseException:
+        file.close()
+        raise
+
+
+def _open_folder(path: Path) -> Source:
+    folder = SafetensorsFolder(path)
+    try:
+        spec = hf_model.spec(folder)
+        return Source(
+            spec=spec,
+            weights=hf_model.weights(folder),
+            vocabulary=hf_vocabulary.vocabulary(folder, spec.vocab_size),
+            licence=None,
+            path=path,
+            files=folder.files(),
+            close=folder.close,
+        )
+    except BaseException:
+        folder.close()
+        raise
+
+
+def _contents(source: Source, quant: str) -> Contents:
+    spec = source.spec
+    spec.check()
+    vocabulary = source.vocabulary.within(spec.vocab_size, str(source.path))
+    resident, experts = _banks(spec, source.weights, quant)
+    source.weights.refuse_leftovers()
+    return Contents(
+        header=spec.header(len(vocabulary.tokens)),
+        layers=[layer.fields(index) for index, layer in enumerate(spec.layers)],
+        metadata=_metadata(source, quant) | vocabulary.metadata(),
+        tokenizer=vocabulary.tokenizer_json,
+        token_bytes=vocabulary.section(),
+        resident=resident,
+        experts=experts,
+    )
+
+
+def _metadata(source: Source, quant: str) -> dict[str, Any]:
+    return {
+        "name": source.spec.name,
+        "architecture": source.spec.architecture,
+        "licence": source.licence,
+        "source": source.path.resolve().name,
+        "source_sha256": files_sha256(source.files),
+        "quantisation": quant,
+        "parameters": source.spec.n_parameters(),
+    }
+
+
+def files_sha256(paths: list[Path]) -> str:
+    """Of one file, or of several one after the other."""
+    digest = hashlib.sha256()
+    for path in paths:
+        with open(path, "rb") as file:
+            while chunk := file.read(HASH_CHUNK):
+                digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _banks(
+    spec: ModelSpec, weights: Weights, quant: str
+) -> tuple[list[Run], dict[int, list[list[Run]]]]:
+    """All weights in the order compute consumes them. A tied embedding is the head: it goes last."""
+
+    def one(role: str, shape: tuple[int, ...], block: int = MODEL_LEVEL) -> Weight:
+        matrix = weights.find(role, block, shape)
+        if len(shape) == 1:
+            return vector(role, block, matrix)
+        return tiled(role, block, matrix, quant)
+
+    shapes = spec.global_shapes()
+    first = [] if spec.tied else [(one("embedding", shapes["embedding"]),)]
+    middle: list[Run] = []
+    experts: dict[int, list[list[Run]]] = {}
+    for index, layer in enumerate(spec.layers):
+        found = [one(role, s, index) for role, s in layer.shapes(spec.d_model).items()]
+        middle += interleave(found)
+        if layer.n_experts:
+            experts[index] = _experts(layer, spec.d_model, index, weights, quant)
+    head = "embedding" if spec.tied else "head"
+    last: list[Run] = [(one(role, shapes[role]),) for role in ("final_norm", head)]
+    return [*first, *middle, *last], experts
+
+
+def _experts(
+    layer: LayerSpec, d_model: int, index: int, weights: Weights, quant: str
+) -> list[list[Run]]:
+    """Per expert its record: gate and up interleaved, then down."""
+    columns = []
+    for role, shape in layer.expert_shapes(d_model).items():
+        matrices = weights.find_experts(role, index, layer.n_experts, (shape[0], shape[1]))
+        kinds = {matrix.encoding for matrix in matrices}
+        encoding = quant if quant != "keep" else kinds.pop() if len(kinds) == 1 else "f32"
+        columns.append([tiled(role, index, matrix, encoding) for matrix in matrices])
+    return [interleave(list(record)) for record in zip(*columns, strict=True)]
+
+
+def interleave(found: list[Weight]) -> list[Run]:
+    """Weights as runs: an up joins the gate before it."""
+    runs: list[Run] = []
+    for weight in found:
+        if weight.role.endswith("up"):
+            runs[-1] = (*runs[-1], weight)
+        else:
+            runs.append((weight,))
+    return runs
+
+
+def tiled(role: str, block: int, matrix: Matrix, quant: str) -> Weight:
+    encoding = "f32" if role in F32_ROLES else matrix.encoding if quant == "keep" else quant
+    rows = stripe_rows(matrix.n_rows)
+
+    def stripes(first: int, n: int) -> Bytes:
+        start = first * rows
+        planes = matrix.rows(start, min(n * rows, matrix.n_rows - start), encoding)
+        return pack(planes, rows)
+
+    return Weight(role, block, encoding, matrix.n_rows, matrix.n_cols, stripes)
+
+
+def vector(role: str, block: int, matrix: Matrix) -> Weight:
+    def stripes(_first: int, _n: int) -> Bytes:
+        return matrix.floats().astype("<f4").view(np.uint8)
+
+    return Weight(role, block, "f32", 1, matrix.n_cols, stripes, is_vector=True)
