@@ -5,6 +5,9 @@
 #include "arena.h"
 #include "cflow.h"
 
+/* Stands for data that exists in the file but not in memory (header_only): not NULL, never read. */
+#define WEIGHTS_ELSEWHERE ((const uint8_t *)64)
+
 /* A matrix in stripes, or (stripe_rows 0) a vector of n_cols floats. data NULL: not in the file. */
 typedef struct {
     const uint8_t *data;

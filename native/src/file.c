@@ -1,0 +1,89 @@
+#include "file.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "status.h"
+
+/* Whether the file system says that our alignment is enough; 1 where it says nothing. */
+static int alignment_suffices(int fd) {
+#ifdef STATX_DIOALIGN
+    struct statx s;
+    if (statx(fd, "", AT_EMPTY_PATH, STATX_DIOALIGN, &s) || !(s.stx_mask & STATX_DIOALIGN))
+        return 1;
+    return s.stx_dio_offset_align && s.stx_dio_offset_align <= FILE_PAGE &&
+           s.stx_dio_mem_align <= FILE_PAGE;
+#else
+    (void)fd;
+    return 1;
+#endif
+}
+
+/* The same file again, not whatever the path names by now. */
+static int open_direct(int fd) {
+    char path[32];
+    snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
+    return alignment_suffices(fd) ? open(path, O_RDONLY | O_CLOEXEC | O_DIRECT) : -1;
+}
+
+cflow_status file_open(file *f, const char *path, cflow_error *err) {
+    /* O_NONBLOCK: a pipe without a writer must not hang us. */
+    *f = (file){.fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK), .direct_fd = -1};
+    struct stat s;
+    if (f->fd < 0 || fstat(f->fd, &s)) {
+        const int reason = errno;
+        file_close(f);
+        return fail(err, CFLOW_EIO, "cannot open %s: %s", path, strerror(reason));
+    }
+    if (!S_ISREG(s.st_mode)) {
+        file_close(f);
+        return fail(err, CFLOW_EFORMAT, "%s is not a regular file", path);
+    }
+    f->bytes = (uint64_t)s.st_size;
+    f->direct_fd = open_direct(f->fd);
+    return CFLOW_OK;
+}
+
+void file_close(file *f) {
+    if (f->fd >= 0) close(f->fd);
+    if (f->direct_fd >= 0) close(f->direct_fd);
+    f->fd = f->direct_fd = -1;
+}
+
+cflow_status file_read(const file *f, void *out, uint64_t offset, size_t n, cflow_error *err) {
+    for (size_t done = 0; done < n;) {
+        const ssize_t got = pread(f->fd, (uint8_t *)out + done, n - done, (off_t)(offset + done));
+        if (got < 0 && errno == EINTR) continue;
+        if (got < 0)
+            return fail(err, CFLOW_EIO, "reading %zu bytes at %llu: %s", n - done,
+                        (unsigned long long)(offset + done), strerror(errno));
+        if (got == 0)
+            return fail(err, CFLOW_EFORMAT, "file ends at byte %llu while it is being read",
+                        (unsigned long long)(offset + done));
+        done += (size_t)got;
+    }
+    return CFLOW_OK;
+}
+
+cflow_status file_read_direct(file *f, void *out, uint64_t offset, size_t n, cflow_error *err) {
+    size_t done = 0;
+    while (file_is_direct(f) && done < n && done % FILE_PAGE == 0) {
+        const ssize_t got =
+            pread(f->direct_fd, (uint8_t *)out + done, n - done, (off_t)(offset + done));
+        if (got < 0 && errno == EINTR) continue;
+        if (got < 0 && errno == EINVAL) atomic_store(&f->refused, 1);
+        if (got <= 0) break;
+        done += (size_t)got;
+    }
+    /* Whatever is left, the end of a short read or a failed one, is read and judged the plain way.
+     */
+    return file_read(f, (uint8_t *)out + done, offset + done, n - done, err);
+}
+
+int file_is_direct(const file *f) {
+    return f->direct_fd >= 0 && !atomic_load(&f->refused);
+}

@@ -1,0 +1,162 @@
+/* Both waits, for work and at a barrier, are one thing: a counter that another thread moves on. */
+#include "pool.h"
+
+#include <linux/futex.h>
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "arena.h"
+#include "status.h"
+
+/* Pauses before a thread sleeps: 20 to 100 us by processor, longer than a stage's stragglers and
+ * shorter than anybody would miss the core. */
+enum { SPINS = 2000, MAX_THREADS = 1024, LINE = 64 };
+
+typedef struct {
+    atomic_uint value;
+    atomic_uint sleepers;
+    char rest_of_line[LINE - 2 * sizeof(atomic_uint)]; /* threads spin on value alone */
+} turn;
+
+typedef struct {
+    pool *pool;
+    pthread_t thread;
+    int index;
+} seat;
+
+struct pool {
+    turn work;    /* moves on when there is something to run */
+    turn barrier; /* moves on when the last thread has arrived */
+    atomic_uint arrived;
+    pool_fn fn;
+    void *arg;
+    int n_threads;
+    int n_started; /* seats with a running thread, the caller's not counted */
+    int spins;
+    int closing;
+    seat *seats; /* (n_threads,) seat 0 is the caller's and stays empty */
+};
+
+static void pause_core(void) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+static void futex(atomic_uint *word, int op, unsigned value) {
+    syscall(SYS_futex, word, op, value, NULL, NULL, 0);
+}
+
+/* The sleeper announces itself before it looks again, the waker looks for sleepers after it moved
+ * on: in the one order of sequentially consistent operations one of them sees the other. */
+static void turn_wait(turn *t, unsigned seen, int spins) {
+    for (int i = 0; i < spins; i++) {
+        if (atomic_load_explicit(&t->value, memory_order_acquire) != seen) return;
+        pause_core();
+    }
+    atomic_fetch_add(&t->sleepers, 1);
+    while (atomic_load(&t->value) == seen) futex(&t->value, FUTEX_WAIT_PRIVATE, seen);
+    atomic_fetch_sub(&t->sleepers, 1);
+}
+
+static void turn_pass(turn *t) {
+    atomic_fetch_add(&t->value, 1);
+    if (atomic_load(&t->sleepers)) futex(&t->value, FUTEX_WAKE_PRIVATE, INT32_MAX);
+}
+
+void pool_barrier(pool *p, int thread) {
+    (void)thread;
+    const unsigned seen = atomic_load(&p->barrier.value); /* cannot move on without this thread */
+    if (atomic_fetch_add(&p->arrived, 1) + 1 < (unsigned)p->n_threads) {
+        turn_wait(&p->barrier, seen, p->spins);
+        return;
+    }
+    atomic_store(&p->arrived, 0);
+    turn_pass(&p->barrier);
+}
+
+static void *work(void *arg) {
+    const seat *s = arg;
+    pool *p = s->pool;
+    for (unsigned seen = 0;; seen++) {
+        turn_wait(&p->work, seen, p->spins);
+        if (p->closing) return NULL;
+        p->fn(p->arg, s->index);
+        pool_barrier(p, s->index);
+    }
+}
+
+void pool_run(pool *p, pool_fn fn, void *arg) {
+    p->fn = fn;
+    p->arg = arg;
+    turn_pass(&p->work);
+    fn(arg, 0);
+    pool_barrier(p, 0);
+}
+
+static int usable_cores(void) {
+    cpu_set_t set;
+    if (sched_getaffinity(0, sizeof set, &set)) return CPU_SETSIZE; /* more cores than fit in set */
+    return CPU_COUNT(&set);
+}
+
+/* Signals belong to the threads of the caller: one that waits must be woken by them. */
+static cflow_status start_threads(pool *p, cflow_error *err) {
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    int code = 0;
+    for (int i = 1; i < p->n_threads && !code; i++) {
+        p->seats[i] = (seat){.pool = p, .index = i};
+        code = pthread_create(&p->seats[i].thread, NULL, work, &p->seats[i]);
+        if (!code) p->n_started++;
+    }
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (!code) return CFLOW_OK;
+    return fail(err, CFLOW_ENOMEM, "cannot start thread %d of %d: %s", p->n_started + 1,
+                p->n_threads, strerror(code));
+}
+
+cflow_status pool_open(pool **out, int n_threads, cflow_error *err) {
+    *out = NULL;
+    if (n_threads < 1 || n_threads > MAX_THREADS)
+        return fail(err, CFLOW_EINVAL, "%d threads; a pool has 1 to %d", n_threads, MAX_THREADS);
+    pool *p = memory_zeroed(1, sizeof *p);
+    seat *seats = memory_zeroed((size_t)n_threads, sizeof *seats);
+    if (!p || !seats) {
+        memory_free(p);
+        memory_free(seats);
+        return fail(err, CFLOW_ENOMEM, "no memory for %d threads", n_threads);
+    }
+    p->seats = seats;
+    p->n_threads = n_threads;
+    p->spins = n_threads <= usable_cores() ? SPINS : 0;
+    const cflow_status status = start_threads(p, err);
+    if (status != CFLOW_OK) {
+        pool_close(p);
+        return status;
+    }
+    *out = p;
+    return CFLOW_OK;
+}
+
+void pool_close(pool *p) {
+    if (!p) return;
+    p->closing = 1;
+    turn_pass(&p->work);
+    for (int i = 1; i <= p->n_started; i++) pthread_join(p->seats[i].thread, NULL);
+    memory_free(p->seats);
+    memory_free(p);
+}
+
+int pool_threads(const pool *p) {
+    return p->n_threads;
+}

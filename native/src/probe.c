@@ -1,0 +1,75 @@
+/* Read bandwidth of main memory: what decode can at best reach. */
+#include <string.h>
+#include <time.h>
+
+#include "arena.h"
+#include "pool.h"
+#include "status.h"
+
+enum { LINE = 64, PAGE = 4096, AHEAD = 4096, LINES = 4, MAX_PASSES = 1000 };
+typedef uint64_t line __attribute__((vector_size(LINE)));
+
+typedef struct {
+    const uint8_t *memory;
+    size_t share; /* bytes each thread reads in a pass */
+    int passes;
+    pool *pool;
+    double best_s;
+} probe;
+
+static double now_s(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+/* Four independent sums, so that additions never wait for each other. */
+static void read_share(const uint8_t *memory, size_t bytes) {
+    line sums[LINES] = {0};
+    for (size_t at = 0; at < bytes; at += LINES * LINE)
+        for (size_t i = 0; i < LINES; i++) {
+            __builtin_prefetch(memory + at + AHEAD + i * LINE);
+            sums[i] += *(const line *)(const void *)(memory + at + i * LINE);
+        }
+    const line total = sums[0] + sums[1] + sums[2] + sums[3];
+    __asm__ volatile("" ::"m"(total)); /* the sums are used */
+}
+
+static void run_probe(void *arg, int thread) {
+    probe *p = arg;
+    uint8_t *share = (uint8_t *)p->memory + (size_t)thread * p->share;
+    memset(share, 1, p->share); /* pages that were never written share one page of zeros */
+    for (int pass = 0; pass < p->passes; pass++) {
+        pool_barrier(p->pool, thread);
+        const double start = now_s();
+        read_share(share, p->share);
+        pool_barrier(p->pool, thread);
+        const double taken = now_s() - start;
+        if (thread == 0 && (pass == 0 || taken < p->best_s)) p->best_s = taken;
+    }
+}
+
+cflow_status cflow_probe_bandwidth(double *bytes_per_s, uint64_t bytes, int32_t n_threads,
+                                   int32_t passes, cflow_error *err) {
+    *bytes_per_s = 0;
+    if (passes < 1 || passes > MAX_PASSES)
+        return fail(err, CFLOW_EINVAL, "%d passes; a probe takes 1 to %d", passes, MAX_PASSES);
+    probe p = {.passes = passes};
+    cflow_status status = pool_open(&p.pool, n_threads, err);
+    if (status != CFLOW_OK) return status;
+    arena memory = {0};
+    p.share = bytes / (uint64_t)n_threads / PAGE * PAGE;
+    if (!p.share)
+        status = fail(err, CFLOW_EINVAL, "%llu bytes are less than a page for each of %d threads",
+                      (unsigned long long)bytes, n_threads);
+    else
+        status = arena_open(&memory, bytes, "the bandwidth probe", err);
+    if (status == CFLOW_OK) {
+        p.memory = memory.base;
+        pool_run(p.pool, run_probe, &p);
+        *bytes_per_s = (double)(p.share * (size_t)n_threads) / p.best_s;
+    }
+    arena_close(&memory);
+    pool_close(p.pool);
+    return status;
+}
