@@ -184,13 +184,18 @@ class Layer:
         role = "norm2" if self.layer["norms_shared"] else "norm3"
         x = self.norm(source, role, role)
         ids, weights = self.routed(self.make("router", self.matmul(x, "router")))
-        out = np.zeros_like(x)
+        hidden, each = [], []
         for row, rank in np.ndindex(ids.shape):
             expert, one = int(ids[row, rank]), x[row : row + 1]
             gate, up = (self.matmul(one, f"expert_{side}", expert) for side in ("gate", "up"))
-            each = self.matmul(self.gated(gate, up), "expert_down", expert)
-            out[row] += weights[row, rank] * each[0]
-        out = self.make("expert_out", out)
+            hidden.append(self.gated(gate, up))
+        shape = (*ids.shape, -1)
+        ranks = self.make("expert_hidden", np.reshape(hidden, (len(x), -1))).reshape(shape)
+        for row, rank in np.ndindex(ids.shape):
+            one = ranks[row, rank : rank + 1]
+            each.append(self.matmul(one, "expert_down", int(ids[row, rank])))
+        ranks = self.make("expert_each", np.reshape(each, (len(x), -1))).reshape(shape)
+        out = self.make("expert_out", (weights[:, :, None] * ranks).sum(axis=1))
         return out + self.shared_expert(x) if self.layer["d_shared"] else out
 
     def routed(self, router: Array) -> tuple[Array, Array]:

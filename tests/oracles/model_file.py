@@ -61,6 +61,7 @@ class ModelFile:
             for r in self._records(2, struct.Struct("<2I2QI4x"), RECORD_FIELDS)
         }
         self.metadata = json.loads(self._section(3))
+        self.tokenizer = self._section(4).decode()
 
     def _section(self, index: int) -> bytes:
         offset, n_bytes = self.sections[index]

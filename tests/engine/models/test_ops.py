@@ -1,0 +1,48 @@
+"""Each op, fed the engine's own inputs, against its numpy twin."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from oracles import running
+from oracles.forward import Forward
+from oracles.model_file import ModelFile
+from oracles.random_model import EXPERTS, VOCAB_SIZE, RandomModel
+from oracles.tiles import ENCODINGS
+
+PROMPT = [(i * i + 5 * i + 2) % VOCAB_SIZE for i in range(50)]
+# A layer of each kind; d_ff and the head dimension are no multiples of a block.
+LAYERS: list[dict[str, Any]] = [
+    {"d_ff": 300, "rope_scaling": 2, "rope_factor": 8.0, "rope_original_context": 64},
+    {"d_ff": 100, "qk_norm": 1, "head_dim": 20, "rope_dim": 20, "rope_kind": 2},
+    EXPERTS | {"qk_norm": 2, "renormalise": 1, "norms_shared": 0},
+    EXPERTS | {"d_ff": 0, "d_shared": 40, "shared_gate": 1, "v_norm": 1},
+]
+
+
+def check_ops(path: Path, *, as_f32: bool) -> None:
+    file = ModelFile(path)
+    with running.opened(path, as_f32=as_f32, kv_type="f32", keep_values=True) as context:
+        logits = running.logits(context, PROMPT)
+        names = list(Forward(file, PROMPT).values)
+        given = running.values(context, names, len(PROMPT))
+    twin = Forward(file, PROMPT, given=given, int8=not as_f32)
+    for name, want in twin.values.items():
+        if name.endswith(".routed"):
+            np.testing.assert_array_equal(given[name], want, name)
+        else:
+            assert running.relative_error(given[name], want).max() < 1e-5, name
+    assert running.relative_error(logits, twin.logits).max() < 1e-5
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_ops_of_the_int8_path(encoding: str, tmp_path: Path) -> None:
+    model = RandomModel(LAYERS, d_model=80)
+    check_ops(model.write(tmp_path / "model.cflow", encoding), as_f32=False)
+
+
+def test_ops_of_the_f32_path(tmp_path: Path) -> None:
+    model = RandomModel(LAYERS, d_model=80)
+    check_ops(model.write(tmp_path / "model.cflow", "q4_0"), as_f32=True)

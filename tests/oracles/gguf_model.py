@@ -1,0 +1,74 @@
+"""A dense GGUF checkpoint as a transformers model in f32, dequantised by the gguf package."""
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from oracles.llama2c import in_half_order
+
+NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+CLASSES: dict[str, tuple[type, type]] = {
+    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+}
+
+
+def transformers_name(name: str) -> str:
+    """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight"""
+    *prefix, part, kind = name.split(".")
+    layer = f"model.layers.{prefix[1]}." if prefix else ""
+    return f"{layer}{NAMES[part]}.{kind}"
+
+
+def load(path: Path) -> PreTrainedModel:
+    reader = gguf.GGUFReader(path)
+    architecture = reader.fields["general.architecture"].contents()
+
+    def field(key: str) -> Any:
+        return reader.fields[f"{architecture}.{key}"].contents()
+
+    n_heads, n_kv_heads = field("attention.head_count"), field("attention.head_count_kv")
+    weights = {}
+    for tensor in reader.tensors:
+        weight = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        if architecture == "llama" and ".attn_q." in tensor.name:
+            weight = in_half_order(weight, n_heads)
+        if architecture == "llama" and ".attn_k." in tensor.name:
+            weight = in_half_order(weight, n_kv_heads)
+        weights[transformers_name(tensor.name)] = torch.tensor(weight)
+    tied = "lm_head.weight" not in weights
+    if tied:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    config_class, model_class = CLASSES[architecture]
+    config = config_class(
+        vocab_size=len(weights["lm_head.weight"]),
+        hidden_size=field("embedding_length"),
+        intermediate_size=field("feed_forward_length"),
+        num_hidden_layers=field("block_count"),
+        num_attention_heads=n_heads,
+        num_key_value_heads=n_kv_heads,
+        max_position_embeddings=field("context_length"),
+        rms_norm_eps=field("attention.layer_norm_rms_epsilon"),
+        rope_parameters={"rope_type": "default", "rope_theta": field("rope.freq_base")},
+        tie_word_embeddings=tied,
+    )
+    model = model_class(config)
+    model.load_state_dict(weights, assign=True)
+    return model.float().eval()
