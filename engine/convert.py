@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 
 from cflow.engine.errors import ModelError
-from cflow.engine.formats.cflow import MODEL_LEVEL, Contents, Progress, Run, Weight, write
+from cflow.engine.formats.cflow import Contents, Progress, Weight, write
 from cflow.engine.formats.gguf import GgufFile
 from cflow.engine.formats.matrix import Matrix
 from cflow.engine.formats.quantise import QUANTISERS
 from cflow.engine.formats.safetensors import SafetensorsFolder
 from cflow.engine.formats.tiles import Bytes, pack, stripe_rows
-from cflow.engine.models import gguf_model, gguf_vocabulary, hf_model, hf_vocabulary
-from cflow.engine.models.spec import LayerSpec, ModelSpec
+from cflow.engine.models import banks, gguf_model, gguf_vocabulary, hf_model, hf_vocabulary
+from cflow.engine.models.spec import ModelSpec
 from cflow.engine.models.vocabulary import Vocabulary
 from cflow.engine.models.weights import Weights
 
@@ -114,7 +114,8 @@ def _contents(source: Source, quant: str) -> Contents:
     spec = source.spec
     spec.check()
     vocabulary = source.vocabulary.within(spec.vocab_size, str(source.path))
-    resident, experts = _banks(spec, source.weights, quant)
+    origin = _Origin(source.weights, quant)
+    resident, experts = banks.resident(spec, origin), banks.expert_records(spec, origin)
     source.weights.refuse_leftovers()
     return Contents(
         header=spec.header(len(vocabulary.tokens)),
@@ -149,57 +150,31 @@ def files_sha256(paths: list[Path]) -> str:
     return digest.hexdigest()
 
 
-def _banks(
-    spec: ModelSpec, weights: Weights, quant: str
-) -> tuple[list[Run], dict[int, list[list[Run]]]]:
-    """All weights in the order compute consumes them. A tied embedding is the head: it goes last."""
+@dataclass(frozen=True)
+class _Origin:
+    """A source's tensors as weights to write."""
 
-    def one(role: str, shape: tuple[int, ...], block: int = MODEL_LEVEL) -> Weight:
-        matrix = weights.find(role, block, shape)
+    weights: Weights
+    quant: str
+
+    def weight(self, role: str, block: int, shape: tuple[int, ...]) -> Weight:
+        matrix = self.weights.find(role, block, shape)
         if len(shape) == 1:
-            return vector(role, block, matrix)
-        return tiled(role, block, matrix, quant)
+            return _vector(role, block, matrix)
+        keep = matrix.encoding if self.quant == "keep" else self.quant
+        return _tiled(role, block, matrix, "f32" if role in F32_ROLES else keep)
 
-    shapes = spec.global_shapes()
-    first = [] if spec.tied else [(one("embedding", shapes["embedding"]),)]
-    middle: list[Run] = []
-    experts: dict[int, list[list[Run]]] = {}
-    for index, layer in enumerate(spec.layers):
-        found = [one(role, s, index) for role, s in layer.shapes(spec.d_model).items()]
-        middle += interleave(found)
-        if layer.n_experts:
-            experts[index] = _experts(layer, spec.d_model, index, weights, quant)
-    head = "embedding" if spec.tied else "head"
-    last: list[Run] = [(one(role, shapes[role]),) for role in ("final_norm", head)]
-    return [*first, *middle, *last], experts
-
-
-def _experts(
-    layer: LayerSpec, d_model: int, index: int, weights: Weights, quant: str
-) -> list[list[Run]]:
-    """Per expert its record: gate and up interleaved, then down."""
-    columns = []
-    for role, shape in layer.expert_shapes(d_model).items():
-        matrices = weights.find_experts(role, index, layer.n_experts, (shape[0], shape[1]))
+    def experts(
+        self, role: str, block: int, n_experts: int, shape: tuple[int, ...]
+    ) -> list[Weight]:
+        matrices = self.weights.find_experts(role, block, n_experts, (shape[0], shape[1]))
         kinds = {matrix.encoding for matrix in matrices}
-        encoding = quant if quant != "keep" else kinds.pop() if len(kinds) == 1 else "f32"
-        columns.append([tiled(role, index, matrix, encoding) for matrix in matrices])
-    return [interleave(list(record)) for record in zip(*columns, strict=True)]
+        keep = kinds.pop() if len(kinds) == 1 else "f32"
+        encoding = keep if self.quant == "keep" else self.quant
+        return [_tiled(role, block, matrix, encoding) for matrix in matrices]
 
 
-def interleave(found: list[Weight]) -> list[Run]:
-    """Weights as runs: an up joins the gate before it."""
-    runs: list[Run] = []
-    for weight in found:
-        if weight.role.endswith("up"):
-            runs[-1] = (*runs[-1], weight)
-        else:
-            runs.append((weight,))
-    return runs
-
-
-def tiled(role: str, block: int, matrix: Matrix, quant: str) -> Weight:
-    encoding = "f32" if role in F32_ROLES else matrix.encoding if quant == "keep" else quant
+def _tiled(role: str, block: int, matrix: Matrix, encoding: str) -> Weight:
     rows = stripe_rows(matrix.n_rows)
 
     def stripes(first: int, n: int) -> Bytes:
@@ -210,7 +185,7 @@ def tiled(role: str, block: int, matrix: Matrix, quant: str) -> Weight:
     return Weight(role, block, encoding, matrix.n_rows, matrix.n_cols, stripes)
 
 
-def vector(role: str, block: int, matrix: Matrix) -> Weight:
+def _vector(role: str, block: int, matrix: Matrix) -> Weight:
     def stripes(_first: int, _n: int) -> Bytes:
         return matrix.floats().astype("<f4").view(np.uint8)
 

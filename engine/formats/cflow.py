@@ -79,6 +79,11 @@ def write(contents: Contents, path: Path, progress: Progress | None = None) -> N
     _Writer(contents, path, progress).run()
 
 
+def write_header(contents: Contents, path: Path) -> None:
+    """Only what comes before the banks: a planner needs no weights."""
+    _Writer(contents, path, None).run_header()
+
+
 class _Writer:
     def __init__(self, contents: Contents, path: Path, progress: Progress | None) -> None:
         self._contents = contents
@@ -139,18 +144,26 @@ class _Writer:
 
     def run(self) -> None:
         self._check_space()
+        self._safely(self._write)
+
+    def run_header(self) -> None:
+        self._safely(
+            lambda file: self._write_small(file, bytes(self._sections["run_crcs"]["bytes"]))
+        )
+
+    def _safely(self, write: Callable[[BinaryIO], None]) -> None:
         temporary = self._path.with_name(f".{self._path.name}.{secrets.token_hex(4)}.part")
         try:
             with open(temporary, "xb") as file:
-                self._write(file)
+                write(file)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, self._path)
+            _sync_folder(self._path.parent)
         except OSError as error:
             raise ModelError(f"cannot write {self._path}: {error.strerror}") from error
         finally:
             temporary.unlink(missing_ok=True)
-        _sync_folder(self._path.parent)
 
     def _check_space(self) -> None:
         try:
@@ -166,6 +179,10 @@ class _Writer:
         file.truncate(self._file_bytes)
         run_crcs = self._write_resident(file)
         self._write_experts(file)
+        self._write_small(file, run_crcs)
+
+    def _write_small(self, file: BinaryIO, run_crcs: bytes) -> None:
+        """Everything but the banks, which were written before: their CRCs are known."""
         small = {
             "layers": _structs("cflow_layer", self._contents.layers),
             "tensors": _structs("cflow_tensor", self._tensors),
