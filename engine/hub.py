@@ -1,0 +1,148 @@
+"""Model references into .cflow files: catalogue names, paths, hf:org/repo.
+
+What is not .cflow yet is converted once into the cache, $XDG_CACHE_HOME/cflow. A name there carries
+a hash of what it was made from, so a changed source is converted anew.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from cflow.engine import catalogue
+from cflow.engine.catalogue import Entry, Report
+from cflow.engine.convert import convert
+from cflow.engine.errors import ModelError
+from cflow.engine.formats.cflow import MAGIC
+
+CONVERTER = 1  # raised when the same source would give another file
+HUB_FILES = ("*.json", "*.safetensors", "*.jinja")
+
+
+def resolve(reference: str, *, progress: Report | None = None) -> Path:
+    """The .cflow or .vflow file of a reference. May download and convert: that takes a while."""
+    report = progress or (lambda _what, _done, _total: None)
+    known = catalogue.entries()
+    if reference in known:
+        return _from_catalogue(known[reference], report)
+    if reference.startswith("hf:"):
+        return _from_path(_from_hub(reference.removeprefix("hf:"), report), report)
+    path = Path(reference).expanduser()
+    if not path.exists():
+        raise ModelError(
+            f"no model {reference!r}: it is neither a file or folder here, nor hf:org/repo, nor in "
+            f"the catalogue ({', '.join(known)})"
+        )
+    return _from_path(path, report)
+
+
+def cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(base) / "cflow"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ModelError(
+            f"cannot make the cache folder {folder} ({error.strerror}); set XDG_CACHE_HOME to a "
+            "folder that can be written"
+        ) from error
+    return folder
+
+
+def _from_path(path: Path, report: Report) -> Path:
+    if path.is_file() and (path.suffix in (".cflow", ".vflow") or _begins(path, MAGIC)):
+        return path
+    if path.is_file() and path.suffix != ".gguf" and not _begins(path, b"GGUF"):
+        raise ModelError(
+            f"{path} is no model file; .cflow, .vflow, .gguf and Hugging Face folders are supported"
+        )
+    stem = re.sub(r"[^\w.-]", "_", path.resolve().name.removesuffix(".gguf"))
+    target = cache_folder() / f"{stem}-{_identity(path)}.cflow"
+    with _locked(target) as is_done:
+        if not is_done:
+            _convert(path, target, report)
+    return target
+
+
+def _convert(source: Path, target: Path, report: Report) -> None:
+    what = f"converting {source.name}"
+    convert(str(source), target, progress=lambda done, total: report(what, done, total))
+
+
+def _begins(path: Path, magic: bytes) -> bool:
+    try:
+        with open(path, "rb") as file:
+            return file.read(len(magic)) == magic
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _identity(path: Path) -> str:
+    """Where a source lies, and size and time of its files: hashing weights takes too long."""
+    path = path.resolve()
+    files = sorted(p for p in path.iterdir() if p.is_file()) if path.is_dir() else [path]
+    parts = [str(CONVERTER), str(path)]
+    for file in files:
+        status = file.stat()
+        parts.append(f"{file.name}\0{status.st_size}\0{status.st_mtime_ns}")
+    return hashlib.sha256("\n".join(parts).encode(errors="surrogateescape")).hexdigest()[:16]
+
+
+@contextmanager
+def _locked(target: Path) -> Iterator[bool]:
+    """One process at a time makes `target`; yields whether another one has made it already."""
+    if target.exists():
+        yield True
+        return
+    with open(target.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield target.exists()
+
+
+def _from_catalogue(entry: Entry, report: Report) -> Path:
+    target = cache_folder() / f"{entry.name}-{entry.sha256[:12]}-{CONVERTER}.cflow"
+    with _locked(target) as is_done:
+        if not is_done:
+            _need_space(entry, target.parent)
+            with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-") as folder:
+                checkpoint = Path(folder) / f"{entry.name}.gguf"
+                catalogue.fetch(entry, checkpoint, report)
+                _convert(checkpoint, target, report)
+    return target
+
+
+def _need_space(entry: Entry, folder: Path) -> None:
+    """The checkpoint, its last part, and the converted file, which may be a third larger."""
+    need = entry.bytes * (1 + 4 / 3) + entry.bytes / len(entry.parts)
+    free = shutil.disk_usage(folder).free
+    if free < need:
+        raise ModelError(
+            f"{entry.name} needs {need / 1e9:.1f} GB in {folder} while it is fetched; "
+            f"{free / 1e9:.1f} GB are free"
+        )
+
+
+def _from_hub(repository: str, report: Report) -> Path:
+    """Downloads a repository, or finds it in the hub's own cache. org/repo or org/repo@revision."""
+    import huggingface_hub  # takes half a second, and is seldom needed
+    from huggingface_hub import errors
+
+    name, _, revision = repository.partition("@")
+    report(f"fetching {name}", 0, 0)
+    try:
+        folder = huggingface_hub.snapshot_download(
+            name, revision=revision or None, allow_patterns=list(HUB_FILES)
+        )
+    except (OSError, ValueError, errors.HfHubHTTPError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(
+            f"cannot fetch hf:{repository} ({first}). With a network, `hf download {name}` must work"
+        ) from error
+    return Path(folder)
