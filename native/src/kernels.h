@@ -1,9 +1,10 @@
 /* The kernel table: one function pointer per hot loop, filled once per context.
  *
  * The same bits everywhere. Each entry defines one sequence of IEEE operations and every
- * instruction set performs exactly it, so results compare with memcmp. fma means one rounding;
- * nothing else is contracted; "lane" is the index modulo 16 and a 16-lane sum folds 8, 4, 2, 1
- * (lane i with i + 8, ...).
+ * instruction set performs exactly it, so results compare with memcmp; only which NaN it is stays
+ * open. fma means one rounding; nothing else is contracted; "lane" is the index modulo 16 and a
+ * 16-lane sum folds 8, 4, 2, 1 (lane i with i + 8, ...). exp is our own polynomial (scalar.c),
+ * within 1 ulp.
  */
 #ifndef CFLOW_KERNELS_H
 #define CFLOW_KERNELS_H
@@ -38,9 +39,8 @@ typedef struct {
  * A KV block holds 32 positions of one KV head: K (head_dim, 32) then V (32, head_dim), of kv_type;
  * q8 adds f32 scales K (32,) then V (32,) behind the codes. */
 typedef struct {
-    const float *q; /* (n_heads, head_dim), already rotated, not scaled */
-    const uint8_t *const
-        *blocks; /* blocks[b]: this head's bytes of the block with positions 32 b .. */
+    const float *q;               /* (n_heads, head_dim), already rotated, not scaled */
+    const uint8_t *const *blocks; /* blocks[b]: this head's positions 32 b .. 32 b + 31 */
     uint32_t n_heads, head_dim;
     uint32_t first, end; /* positions attended: first <= p < end */
     float scale;
@@ -65,7 +65,8 @@ typedef struct {
     void (*matmul[CFLOW_N_ENCODINGS])(const matmul_args *args);
 
     /* Per block of 32 of x (n a multiple of 32): amax = max |x|; scale = amax / 127;
-     * q = round-half-even(x * (127 / amax)), clamped to [-127, 127]; all zero where amax is 0.
+     * q = round-half-even(x * (127 / amax)), clamped to [-127, 127]; all zero where 127 / amax is
+     * infinite (amax below 3.8e-37).
      * A block with a NaN or infinity gets scale NaN and codes 0, so that it cannot pass unseen. */
     void (*quantize)(const float *x, uint32_t n, int8_t *q, float *scale, int32_t *sum);
 
@@ -76,19 +77,24 @@ typedef struct {
                          float *y);
     /* y[i] = x[i] + s * t[i] as one fma. y may be x. */
     void (*add_scaled)(const float *x, const float *t, float s, uint32_t n, float *y);
-    /* y[i] = act(gate[i]) * up[i], or gate[i] * act(up[i]). silu(v) = v / (1 + exp(-v)). */
+    /* y[i] = act(gate[i]) * up[i], or gate[i] * act(up[i]).
+     *   silu(v) = v / (1 + exp(-v))
+     *   gelu_tanh(v) = v / (1 + exp(-2 sqrt(2 / pi) * fma((v * v) * 0.044715, v, v)))
+     *   gelu_erf(v) = (0.5 * v) * (1 + erff(v * sqrt(1 / 2))), with libm's erff */
     void (*gated)(const float *gate, const float *up, uint32_t n, cflow_activation activation,
                   int on_up, float *y);
 
     /* Blocks of 32 positions in rising order, online softmax:
-     *   s[h][p] = (sum over d in order of fma(q[h][d], K[d][p], .)) * scale   (q8: then * K
-     * scale[p]) positions outside [first, end) get -inf m' = max(m, max s); c = exp(m - m'); w[p] =
-     * exp(s[p] - m') l = fma(l, c, 16-lane sum of (w[p] + w[p+16])); o[d] = o[d] * c, then for p in
-     * order o[d] = fma(w[p] (q8: * V scale[p]), V[p][d], o[d]) and last o[d] / l. f16 and bf16
-     * widen exactly. */
+     *   s[p] = (sum over d in order of fma(q[d], K[d][p], .)) * scale (q8: then * K scale[p]);
+     *   positions outside [first, end) get -inf
+     *   m' = max(m, max s); c = exp(m - m'); w[p] = exp(s[p] - m')
+     *   l = fma(l, c, 16-lane sum of (w[p] + w[p+16]));
+     *   o[d] = o[d] * c, then for p from first to end
+     *   o[d] = fma(w[p] (q8: * V scale[p]), V[p][d], o[d])
+     * and last o[d] / l. f16 and bf16 widen exactly. */
     void (*attend)(const attend_args *args);
 
-    /* max over x; NaN if any is NaN. */
+    /* max over x; NaN if any is NaN; a zero is +0. */
     float (*max)(const float *x, uint32_t n);
     /* 16-lane sum of exp(x[i] - m). */
     float (*sum_exp)(const float *x, uint32_t n, float m);
@@ -99,8 +105,8 @@ typedef struct {
     void (*f32_to_f16)(const float *x, uint32_t n, uint16_t *y); /* round half even */
 } kernels;
 
-/* Bytes of one stripe of n_cols columns. 0 for an unknown encoding. Never overflows for n_cols <=
- * 2^31. */
+/* Bytes of one stripe of n_cols columns. 0 for an unknown encoding. Does not overflow for
+ * n_cols <= 2^31. */
 uint64_t stripe_bytes(uint32_t encoding, uint32_t stripe_rows, uint32_t n_cols);
 /* Blocks of 32 columns a matrix of n_cols has on disk: padded to 32, to 256 for the k forms. */
 uint32_t n_column_blocks(uint32_t encoding, uint32_t n_cols);

@@ -1,0 +1,44 @@
+/* The kernels of an instruction set with vectors of LANES floats, written once.
+ *
+ * The including file defines, before it includes this:
+ *   vf, vi              vectors of LANES floats, of LANES int32 (or 4 LANES bytes)
+ *   LANES, UNITS        UNITS vectors of weights meet an activation at a time (8 registers each)
+ *   HEADS               attention heads that share loads
+ *   BYTE_BIAS           what byte_codes leaves to subtract through dot's start
+ * and as static INLINE the f_ and i_ operations below. The dots add to start, exactly:
+ *   dot_nibbles, dot_bytes(out, w, x, start)   over 32 columns, w[u][j] being columns 4 j .. 4 j +
+ * 3 dot_sixes(out, w, first, x, start)         over 16 columns from w[u][first] on
+ */
+#ifndef CFLOW_LANES_H
+#define CFLOW_LANES_H
+
+typedef void (*dot_fn)(vi out[UNITS], const vi w[UNITS][8], const int8_t *x, int32_t start);
+
+#include "lanes_matmul.h"
+#include "lanes_vector.h"
+
+#include "lanes_attend.h"
+
+static void lanes_fill(kernels *k) {
+    k->matmul[CFLOW_F32] = matmul_f32;
+    k->matmul[CFLOW_F16] = matmul_f16;
+    k->matmul[CFLOW_BF16] = matmul_bf16;
+    k->matmul[CFLOW_Q4_0] = matmul_q4_0;
+    k->matmul[CFLOW_Q4_1] = matmul_q4_1;
+    k->matmul[CFLOW_Q8_0] = matmul_q8_0;
+    k->matmul[CFLOW_Q8_1] = matmul_q8_1;
+    k->matmul[CFLOW_Q4_K] = matmul_q4_k;
+    k->matmul[CFLOW_Q6_K] = matmul_q6_k;
+    k->quantize = quantize;
+    k->sum_squares = sum_squares;
+    k->scale_weight = scale_weight;
+    k->add_scaled = add_scaled;
+    k->gated = gated;
+    k->attend = attend;
+    k->max = maximum;
+    k->sum_exp = sum_exp;
+    k->exp_shifted = exp_shifted;
+    k->f32_to_f16 = f32_to_f16;
+}
+
+#endif
