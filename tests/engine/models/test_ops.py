@@ -46,3 +46,19 @@ def test_ops_of_the_int8_path(encoding: str, tmp_path: Path) -> None:
 def test_ops_of_the_f32_path(tmp_path: Path) -> None:
     model = RandomModel(LAYERS, d_model=80)
     check_ops(model.write(tmp_path / "model.cflow", "q4_0"), as_f32=True)
+
+
+@pytest.mark.parametrize(
+    ("kv_type", "bound"), [("f32", 1e-6), ("f16", 1.5e-3), ("bf16", 1e-2), ("q8", 3e-2)]
+)
+def test_rounding_of_kv(kv_type: str, bound: float, tmp_path: Path) -> None:
+    """Attention differs from that over exact K and V by the rounding of the KV type, not more."""
+    path = RandomModel(LAYERS[:2], d_model=80).write(tmp_path / "model.cflow")
+    file, names = ModelFile(path), [f"L0.{what}" for what in ("q", "k", "v", "q_rot", "attention")]
+    with running.opened(path, kv_type=kv_type, keep_values=True) as context:
+        running.logits(context, PROMPT)
+        given = running.values(context, names, len(PROMPT))
+    want = Forward(file, PROMPT, given=given).values["L0.attention"]
+    error = running.relative_error(given["L0.attention"], want)
+    assert error.max() < bound
+    assert kv_type == "f32" or np.median(error) > bound / 20

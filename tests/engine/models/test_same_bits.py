@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from cflow.engine.convert import convert
 from cflow.engine.native import Context, best_isa
 from oracles import running, tiny
+from oracles.real_models import RealModel
 
 Logits = NDArray[np.float32]
 PROMPT = [(7 * i * i + 3 * i + 1) % tiny.VOCAB_SIZE for i in range(75)]
@@ -17,9 +18,11 @@ OTHERS = [[(5 * i + k) % tiny.VOCAB_SIZE for i in range(40)] for k in (1, 2, 3)]
 ISAS = ("scalar", "avx2", "avx512vnni")
 
 
-@pytest.fixture(scope="module", params=["q4_0", "q8_0", "bf16"])
-def moe(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny MoE model with a shared expert."""
+@pytest.fixture(scope="module", params=["q4_0", "q8_0", "bf16", "smollm2-135m"])
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny MoE model with a shared expert in three encodings, and a real dense one."""
+    if request.param == "smollm2-135m":
+        return RealModel.fetch(request.param).cflow
     folder = tmp_path_factory.mktemp(request.param)
     source = tiny.save(tiny.build("qwen2moe"), folder / "hf")
     convert(str(source), folder / "model.cflow", quant=request.param)
@@ -27,15 +30,15 @@ def moe(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.fixture(scope="module")
-def want(moe: Path) -> Logits:
-    """Row by row, one thread, scalar."""
-    with running.opened(moe, isa="scalar", threads=1) as context:
+def want(path: Path) -> Logits:
+    """Row by row, one thread."""
+    with running.opened(path, threads=1) as context:
         return running.logits(context, PROMPT, chunk=1)
 
 
 @pytest.fixture(scope="module")
-def context(moe: Path) -> Iterator[Context]:
-    with running.opened(moe) as context:
+def context(path: Path) -> Iterator[Context]:
+    with running.opened(path) as context:
         yield context
 
 
@@ -63,15 +66,15 @@ def test_among_other_sequences(context: Context, want: Logits) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
-def test_threads(moe: Path, want: Logits, threads: int) -> None:
-    with running.opened(moe, threads=threads) as context:
+def test_threads(path: Path, want: Logits, threads: int) -> None:
+    with running.opened(path, threads=threads) as context:
         assert_same_bits(running.logits(context, PROMPT), want)
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_instruction_sets(moe: Path, want: Logits, isa: str) -> None:
+def test_instruction_sets(path: Path, want: Logits, isa: str) -> None:
     require(isa)
-    with running.opened(moe, isa=isa) as context:
+    with running.opened(path, isa=isa) as context:
         assert_same_bits(running.logits(context, PROMPT), want)
 
 

@@ -1,0 +1,89 @@
+"""Real models against transformers in f32 over the same dequantised weights, on WikiText-2."""
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import tokenizers
+import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+
+from oracles import gguf_model, running
+from oracles.model_file import ModelFile
+from oracles.real_models import RealModel
+
+WINDOW = 512
+CI_WINDOWS = 4
+TEXT_BYTES = 64 << 10
+
+Logits = NDArray[np.float32]
+
+
+class Bounds(NamedTuple):
+    """Largest error of the int8 path's mean-centred logits."""
+
+    median: float
+    p90: float
+
+
+BOUNDS = {"smollm2-135m": Bounds(0.04, 0.06), "qwen2.5-coder-0.5b": Bounds(0.03, 0.04)}
+
+
+class Case(NamedTuple):
+    model: RealModel
+    oracle: PreTrainedModel
+    windows: list[list[int]]
+
+
+@pytest.fixture(scope="module", params=BOUNDS)
+def case(request: pytest.FixtureRequest, data: Path) -> Case:
+    model = RealModel.fetch(request.param)
+    text = (data / "wikitext2" / "wiki.test.raw").read_bytes()[:TEXT_BYTES]
+    tokenizer = tokenizers.Tokenizer.from_str(ModelFile(model.cflow).tokenizer)
+    ids = tokenizer.encode(text.decode(errors="ignore"), add_special_tokens=False).ids
+    windows = [ids[i : i + WINDOW] for i in range(0, len(ids), WINDOW)]
+    if os.environ.get("CFLOW_TEST_WINDOWS") != "all":
+        windows = windows[:CI_WINDOWS]
+    return Case(model, gguf_model.load(model.gguf), windows)
+
+
+def oracle_logits(case: Case, window: list[int]) -> Logits:
+    with torch.no_grad():
+        return np.asarray(case.oracle(torch.tensor([window])).logits[0].numpy())
+
+
+def log_loss(logits: Logits, window: list[int]) -> float:
+    """Sum of -log p over all tokens but the first."""
+    scores = torch.log_softmax(torch.from_numpy(logits[:-1]), dim=-1)
+    return float(-scores[range(len(window) - 1), window[1:]].double().sum())
+
+
+def test_f32_logits_equal_transformers(case: Case) -> None:
+    with running.opened(case.model.cflow, as_f32=True) as context:
+        for window in case.windows[:1]:
+            got, want = running.logits(context, window), oracle_logits(case, window)
+            assert running.relative_error(got, want).max() < 1e-3
+
+
+def test_int8_logits_and_perplexity(case: Case) -> None:
+    errors, got_loss, want_loss, n_scored = [], 0.0, 0.0, 0
+    with running.opened(case.model.cflow) as context:
+        for window in case.windows:
+            got, want = running.logits(context, window), oracle_logits(case, window)
+            errors.append(running.centred_error(got, want))
+            got_loss, want_loss = (
+                got_loss + log_loss(got, window),
+                want_loss + log_loss(want, window),
+            )
+            n_scored += len(window) - 1
+    median, p90 = np.percentile(np.concatenate(errors), [50, 90])
+    ratio = np.exp((got_loss - want_loss) / n_scored)
+    print(f"{case.model.name}: median {median:.4f} p90 {p90:.4f}", end=" ")
+    print(f"perplexity {np.exp(want_loss / n_scored):.3f} x {ratio:.4f}")
+    bounds = BOUNDS[case.model.name]
+    assert median <= bounds.median
+    assert p90 <= bounds.p90
+    assert abs(ratio - 1) <= 0.01

@@ -1,0 +1,30 @@
+"""Real checkpoints of the catalogue, with the GGUF file they were converted from."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from cflow.engine import catalogue, hub
+from cflow.engine.errors import ModelError
+
+
+class RealModel(NamedTuple):
+    name: str
+    gguf: Path
+    cflow: Path
+
+    @staticmethod
+    def fetch(name: str) -> "RealModel":
+        """From the cache, or downloaded into it; skips the test where it cannot be had."""
+        entry = catalogue.entries()[name]
+        gguf = hub.cache_folder() / f"{name}-{entry.sha256[:12]}.gguf"
+        if not gguf.exists():
+            part = gguf.with_suffix(".part")
+            part.unlink(missing_ok=True)
+            try:
+                catalogue.fetch(entry, part, lambda _what, _done, _total: None)
+            except ModelError as error:
+                pytest.skip(str(error))
+            part.rename(gguf)
+        return RealModel(name, gguf, hub.resolve(str(gguf)))
