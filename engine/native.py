@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
@@ -191,6 +192,17 @@ class Model:
     def tensors(self) -> list[Tensor]:
         count = self.header.n_tensors
         return [_record(Tensor, lib.cflow_model_tensor(self._handle, i)) for i in range(count)]
+
+    @property
+    def encoding(self) -> str:
+        """How most of its weights are stored: "q4_0"."""
+        n_experts = {layer.block: layer.n_experts for layer in self.layers}
+        n_weights: Counter[str] = Counter()
+        for tensor in self.tensors:
+            copies = n_experts[tensor.block] if tensor.role >= const.Role.EXPERT_GATE else 1
+            name = const.Encoding(tensor.encoding).name.lower()
+            n_weights[name] += tensor.n_rows * tensor.n_cols * copies
+        return n_weights.most_common(1)[0][0]
 
     def section(self, section: int) -> bytes:
         """A copy of a small section; the two banks are not sections in memory."""
