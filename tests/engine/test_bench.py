@@ -64,9 +64,14 @@ def test_every_phase_reports_its_end(path: Path) -> None:
     assert [done for done, _ in seen["decode 2"]] == [1, 2, 3, 4, 5, 6]
 
 
-def test_the_debugging_precision(path: Path) -> None:
-    exact = bench.run(path, prompt=4, gen=2, batch=(), runs=1, threads=1, precision="f32")
-    assert exact.resident_bytes > 2 * native.Model(str(path)).memory.resident_bytes
+def test_the_debugging_precision(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[Any] = []
+    monkeypatch.setattr(bench, "Model", lambda *a, **k: opened.append(k) or native.Model(*a, **k))
+    monkeypatch.setattr(
+        bench, "Context", lambda *a, **k: opened.append(k) or native.Context(*a, **k)
+    )
+    bench.run(path, prompt=4, gen=2, batch=(), runs=1, threads=1, precision="f32", kv="q8")
+    assert (opened[0]["as_f32"], opened[1]["kv_type"]) == (True, "f32")
 
 
 @pytest.mark.parametrize(
