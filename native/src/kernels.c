@@ -13,7 +13,7 @@ uint32_t n_column_blocks(uint32_t encoding, uint32_t n_cols) {
 uint64_t stripe_bytes(uint32_t encoding, uint32_t stripe_rows, uint32_t n_cols) {
     const encoding_size size = encoding_bytes(encoding);
     const uint64_t blocks = n_column_blocks(encoding, n_cols);
-    const uint64_t group_bytes = (blocks + 7) / 8 * size.head + blocks * size.block;
+    const uint64_t group_bytes = blocks / 8 * size.head + blocks * size.block;
     return stripe_rows / 16 * group_bytes;
 }
 
