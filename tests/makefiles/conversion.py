@@ -1,0 +1,49 @@
+"""Small models converted, and the edits that make them wrong."""
+
+from pathlib import Path
+from typing import Any
+
+from cflow.engine.convert import convert
+from makefiles.gguf_file import GgufBuilder, Tensor
+from oracles.model_file import ModelFile
+
+
+def converted(source: Path, **options: Any) -> ModelFile:
+    out = source.with_name(source.name + ".out.cflow")
+    convert(str(source), out, **options)
+    return ModelFile(out)
+
+
+def gguf(folder: Path, builder: GgufBuilder) -> Path:
+    path = folder / "x.gguf"
+    path.write_bytes(builder.build())
+    return path
+
+
+def keys(builder: GgufBuilder, *changed: tuple[str, str, Any]) -> GgufBuilder:
+    """The builder with some keys replaced or added."""
+    names = [key[0] for key in changed]
+    builder.keys = [key for key in builder.keys if key[0] not in names] + list(changed)
+    return builder
+
+
+def tensor(builder: GgufBuilder, name: str) -> Tensor:
+    return next(t for t in builder.tensors if t.name == name)
+
+
+def vocabulary(builder: GgufBuilder, pre: str = "gpt-2") -> GgufBuilder:
+    """A GGUF vocabulary of 8 tokens: the last one pads."""
+    return keys(
+        builder,
+        ("tokenizer.ggml.model", "s", "gpt2"),
+        ("tokenizer.ggml.pre", "s", pre),
+        (
+            "tokenizer.ggml.tokens",
+            "[s",
+            ["a", "b", "ab", "Ġ", "<|im_end|>", "</s>", "<t>", "[PAD7]"],
+        ),
+        ("tokenizer.ggml.token_type", "[i", [1, 1, 1, 1, 3, 3, 4, 5]),
+        ("tokenizer.ggml.merges", "[s", ["a b"]),
+        ("tokenizer.ggml.eos_token_id", "I", 5),
+        ("tokenizer.ggml.bos_token_id", "I", 5),
+    )
