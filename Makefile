@@ -44,7 +44,8 @@ test: $(VENV)/tools $(VENV)/cflow ## Run all tests: C under ASan and UBSan, then
 	exit $$failed
 
 test-native: $(VENV)/tools
-	$(CMAKE) -B build/sanitized -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCFLOW_SANITIZE=ON
+	$(CMAKE) -B build/sanitized -DCMAKE_BUILD_TYPE=Debug -DCMAKE_C_FLAGS_DEBUG="-O1 -g" \
+		-DCFLOW_SANITIZE=ON
 	$(BIN)/cmake --build build/sanitized
 	$(BIN)/ctest --test-dir build/sanitized --output-on-failure
 
