@@ -1,0 +1,49 @@
+"""The application: routes, middlewares from the outside in, and what they share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+
+from cflow.engine.engine import Engine
+from cflow.server.auth import ApiKeys, Authentication
+from cflow.server.config import ServerConfig
+from cflow.server.errors import install_error_handlers
+from cflow.server.http_metrics import HttpMetrics
+from cflow.server.linger import Linger
+from cflow.server.metrics import Metrics
+from cflow.server.routes import chat, completions, health, models, tokens
+from cflow.server.schemas import SHAPES
+from cflow.server.service import Service
+
+
+def _describe_bodies(app: FastAPI) -> None:
+    """Routes read their bodies themselves; /openapi.json gets the shapes they name."""
+    make = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        document = make()
+        document.setdefault("components", {}).setdefault("schemas", {}).update(SHAPES)
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def create_app(config: ServerConfig, engine: Engine) -> FastAPI:
+    """The server's application over a started engine. All state is in app.state.service."""
+    app = FastAPI(title="cflow", redirect_slashes=False)
+    metrics = Metrics(engine)
+    app.state.service = Service(config, engine, metrics)
+    for module in (completions, chat, models, tokens, health):
+        app.include_router(module.router)
+    install_error_handlers(app)
+    _describe_bodies(app)
+    # The last added is the outermost.
+    if config.api_keys is not None:
+        app.add_middleware(Authentication, keys=ApiKeys.read(config.api_keys))
+    app.add_middleware(Linger)
+    templates = [route.path for route in app.routes if isinstance(route, APIRoute)]
+    app.add_middleware(HttpMetrics, metrics=metrics, templates=templates)
+    return app

@@ -1,0 +1,129 @@
+"""cflow convert, synth, plan, inspect: making model files and looking into them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cflow.server.commands.models import resolve
+from cflow.server.commands.output import Json, print_json, size, table
+from cflow.server.progress import byte_progress, console
+
+if TYPE_CHECKING:
+    from cflow.engine.inspect import Inspection
+    from cflow.engine.plan import Plan
+
+
+def convert(
+    source: Annotated[str, typer.Argument(help="A .gguf file or a Hugging Face folder.")],
+    out: Annotated[Path, typer.Argument(help="The .cflow file to write.")],
+    quant: Annotated[
+        str,
+        typer.Option(
+            help="keep: each tensor in the encoding that holds it exactly; or q4_0, q4_1, q8_0, "
+            "bf16, f32."
+        ),
+    ] = "keep",
+    order: Annotated[
+        str, typer.Option(help="layer: layer by layer; stage: as executed.")
+    ] = "layer",
+) -> None:
+    """Convert a model into cflow's own format, whole or not at all."""
+    from cflow.engine import convert as converter
+
+    with byte_progress() as report:
+        converter.convert(
+            source, out, quant=quant, order=order,
+            progress=lambda done, total: report(f"writing {out.name}", done, total),
+        )  # fmt: skip
+    console.print(f"cflow: wrote {out} ({size(out.stat().st_size)})")
+
+
+def synth(
+    shape: Annotated[str, typer.Argument(help="A shape of configs/shapes, or a .toml file.")],
+    out: Annotated[Path, typer.Argument(help="The .cflow file to write.")],
+    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same file.")] = 0,
+) -> None:
+    """Write a model of a real shape with random weights, for sizing, load and fault tests."""
+    from cflow.engine import synth as maker
+
+    with byte_progress() as report:
+        maker.synth(
+            shape, out, seed=seed,
+            progress=lambda done, total: report(f"writing {out.name}", done, total),
+        )  # fmt: skip
+    console.print(f"cflow: wrote {out} ({size(out.stat().st_size)})")
+
+
+def plan(
+    model: Annotated[str, typer.Argument(help="A model, or a shape of configs/shapes.")],
+    json: Json = False,
+) -> None:
+    """Say what a model needs and how fast it will be here, before loading it."""
+    from cflow.engine import plan as planner
+
+    is_shape = planner.is_shape(model)
+    found = planner.run_shape(model) if is_shape else planner.run(resolve(model))
+    print_json(found.to_json()) if json else _print_plan(found)
+
+
+def _print_plan(plan: Plan) -> None:
+    fits = "fits" if plan.resident_bytes < plan.available_bytes else "does NOT fit"
+    closed_form = int(plan.critical_path_closed_form_bytes)
+    table(
+        plan.model,
+        [
+            ("weights", f"{size(plan.resident_bytes)}, {fits} in {size(plan.available_bytes)}"),
+            ("KV", f"{size(plan.kv_bytes_per_token)} a token (f16)"),
+            ("context", f"{plan.context}; memory holds {plan.context_in_memory} positions in all"),
+            ("bytes per token", f"{size(plan.bytes_per_token)}, layers {size(plan.layer_bytes)}"),
+            ("critical path", f"{size(plan.critical_path_bytes)}, by the law {size(closed_form)}"),
+            ("stages", f"{plan.n_stages}, {plan.n_barriers} barriers a token"),
+            ("memory bandwidth", f"{plan.probe_gb_s:.1f} GB/s with {plan.threads} threads"),
+            ("predicted decode", f"{plan.predicted_decode_tok_s:.1f} tokens/s, one stream"),
+        ],
+    )
+
+
+def inspect(
+    file: Annotated[Path, typer.Argument(help="A .cflow or .vflow file.")],
+    json: Json = False,
+) -> None:
+    """Show what a model file holds."""
+    from cflow.engine import inspect as inspector
+
+    found = inspector.run(file)
+    print_json(found.to_json()) if json else _print_inspection(found)
+
+
+def _print_inspection(found: Inspection) -> None:
+    from cflow.engine.inspect import describe
+
+    header, metadata = found.header, found.metadata
+    encodings = Counter(str(describe(tensor)["encoding"]) for tensor in found.tensors)
+    rows: list[tuple[str, Any]] = [
+        (key, metadata[key])
+        for key in ("name", "architecture", "licence", "source", "quantisation", "parameters")
+        if metadata.get(key) is not None
+    ]
+    rows += [
+        ("file", f"{size(header.file_bytes)}, format version {header.version}"),
+        ("width", header.d_model),
+        ("layers", f"{header.n_layers}, {header.n_blocks} with weights of their own"),
+        ("vocabulary", f"{header.vocab_size} rows, {header.n_tokens} tokens"),
+        ("context", header.context),
+        ("head", "the embedding" if header.tied else "its own"),
+        ("tensors", ", ".join(f"{n} {name}" for name, n in sorted(encodings.items()))),
+        ("chat template", "yes" if metadata.get("chat_template") else "no"),
+    ]
+    for first, last, layer in found.layers:
+        kind = f"{layer.n_heads} heads of {layer.head_dim}, {layer.n_kv_heads} KV heads"
+        if layer.d_ff:
+            kind += f", dense {layer.d_ff}"
+        if layer.n_experts:
+            kind += f", {layer.top_k} of {layer.n_experts} experts of {layer.d_expert}"
+        rows.append((f"layers {first}-{last}", kind))
+    table(found.path, rows)

@@ -1,0 +1,36 @@
+"""How commands print results: a table for people, one JSON object for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+def print_json(value: dict[str, Any]) -> None:
+    typer.echo(msgspec.json.format(msgspec.json.encode(value)).decode())
+
+
+def table(title: str, rows: Iterable[tuple[str, Any]]) -> None:
+    """Names and values; text is shown as it is, never read as markup."""
+    out = Table(title=title, title_justify="left", show_header=False, box=None)
+    out.add_column(style="bold")
+    out.add_column(overflow="fold")
+    for name, value in rows:
+        out.add_row(name, str(value), style=None)
+    Console(highlight=False, markup=False).print(out)
+
+
+def size(n_bytes: float) -> str:
+    """Bytes for people, in powers of 1000 as disks and bandwidths are sold."""
+    for unit in ("B", "kB", "MB"):
+        if n_bytes < 1000:
+            return f"{n_bytes:.4g} {unit}"
+        n_bytes /= 1000
+    return f"{n_bytes:.4g} GB"

@@ -1,0 +1,180 @@
+"""Settings: file < environment < flags, checked once. One name each: key, CFLOW_KEY, --key."""
+
+from __future__ import annotations
+
+import math
+import re
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cflow.engine.config import EngineConfig
+from cflow.engine.errors import CflowError
+
+PREFIX = "CFLOW_"
+DEFAULT_MODEL = "smollm2-135m"
+
+_UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
+
+
+def read_size(value: object) -> int:
+    """Bytes: a number, or text like 512M, 2GiB, 1.5G (powers of 1024)."""
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
+    if match is None:
+        raise ValueError("is not a size such as 512M or 2GiB")
+    number, unit = match.groups()
+    return int(float(number) * (1 << _UNITS[unit.upper()]))
+
+
+def read_count(value: object) -> int:
+    if isinstance(value, str) and value.strip().isdecimal():
+        value = int(value[:20])
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError("is not a whole number, at least 1")
+    return value
+
+
+def read_port(value: object) -> int:
+    if isinstance(value, str) and value.startswith("tcp://"):
+        # Kubernetes sets CFLOW_PORT so for a service named cflow.
+        raise ValueError("is not a port; in Kubernetes set enableServiceLinks: false")
+    port = 0 if value in (0, "0") else read_count(value)
+    if port > 65535:
+        raise ValueError("is not a port in 0..65535")
+    return port
+
+
+def read_seconds(value: object) -> float:
+    try:
+        seconds = float(value) if isinstance(value, int | float | str) else math.nan
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds <= 86400 or isinstance(value, bool):
+        raise ValueError("is not a time in seconds, more than 0 and at most 86400")
+    return seconds
+
+
+def read_bool(value: object) -> bool:
+    words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+    if isinstance(value, str) and value.lower() in words:
+        return words[value.lower()]
+    if not isinstance(value, bool):
+        raise ValueError("is not true or false")
+    return value
+
+
+def read_text(value: object) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError("is not a text")
+    return value
+
+
+def read_path(value: object) -> Path:
+    return value if isinstance(value, Path) else Path(read_text(value)).expanduser()
+
+
+Reader = Callable[[object], Any]
+
+SERVER_KEYS: dict[str, Reader] = {
+    "host": read_text,
+    "port": read_port,
+    "api_keys": read_path,
+    "max_body": read_size,
+    "ping": read_seconds,
+    "drain_timeout": read_seconds,
+    "access_log": read_bool,
+}
+ENGINE_KEYS: dict[str, Reader] = {
+    "model": read_text,
+    "served_name": read_text,
+    "threads": read_count,
+    "context": read_count,
+    "kv_memory": read_size,
+    "kv": read_text,
+    "precision": read_text,
+    "isa": read_text,
+    "max_sequences": read_count,
+    "max_step_tokens": read_count,
+    "max_queue": read_count,
+    "max_step_ms": read_count,
+    "stuck": read_seconds,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """What the front end is run with. api_keys: a file; None: everybody may call."""
+
+    engine: EngineConfig
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: Path | None = None
+    max_body_bytes: int = 8 << 20
+    ping_s: float = 15.0  # a stream that says nothing for this long gets a comment
+    drain_timeout_s: float = 30.0
+    access_log: bool = False
+
+
+# Where a field is not called like its key: it carries the unit.
+_FIELDS = {
+    "max_body": "max_body_bytes",
+    "ping": "ping_s",
+    "drain_timeout": "drain_timeout_s",
+    "stuck": "stuck_s",
+}
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise CflowError(f"config file {path}: {error}") from None
+
+
+def _check(source: str, key: str, value: object) -> Any:
+    reader = SERVER_KEYS.get(key) or ENGINE_KEYS.get(key)
+    if reader is None:
+        known = ", ".join([*ENGINE_KEYS, *SERVER_KEYS])
+        raise CflowError(f"{source}: there is no setting {key!r}; there are {known}")
+    try:
+        return reader(value)
+    except ValueError as error:
+        raise CflowError(f"{source}: {key} = {value!r} {error}") from None
+
+
+def gather_settings(
+    file: Path | None, environ: Mapping[str, str], flags: Mapping[str, object]
+) -> dict[str, Any]:
+    """Every setting given anywhere, checked, the strongest source winning. A flag of None is none.
+
+    Raises CflowError naming source, key and value."""
+    values: dict[str, Any] = {}
+    if file is not None:
+        for key, value in _read_file(file).items():
+            values[key] = _check(f"config file {file}", key, value)
+    for key in (*ENGINE_KEYS, *SERVER_KEYS):
+        name = PREFIX + key.upper()
+        if environ.get(name):
+            values[key] = _check(f"environment {name}", key, environ[name])
+    for key, value in flags.items():
+        if value is not None:
+            values[key] = _check(f"flag --{key.replace('_', '-')}", key, value)
+    return values
+
+
+def _fields(values: Mapping[str, Any], keys: Mapping[str, Reader]) -> dict[str, Any]:
+    return {_FIELDS.get(key, key): values[key] for key in keys if key in values}
+
+
+def engine_config(values: Mapping[str, Any]) -> EngineConfig:
+    """The engine's part of settings."""
+    return EngineConfig(**({"model": DEFAULT_MODEL} | _fields(values, ENGINE_KEYS)))
+
+
+def server_config(values: Mapping[str, Any]) -> ServerConfig:
+    return ServerConfig(engine=engine_config(values), **_fields(values, SERVER_KEYS))

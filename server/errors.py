@@ -1,0 +1,130 @@
+"""One error shape for every answer that is not a success, and what causes get which status.
+
+RequestError (a CflowError)   the request is at fault, or cannot be served now
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+
+from cflow.engine.errors import CflowError, EngineError
+
+MAX_ECHO = 200  # characters of the client's own text an error repeats
+
+
+class RequestError(CflowError):
+    """code: a stable word for programs; param: the field at fault; status: the HTTP status."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: str = "invalid_value",
+        param: str | None = None,
+        status: int = 400,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.code = code
+        self.param = param
+        self.status = status
+        self.headers = dict(headers or {})
+
+
+# code of an EngineError -> HTTP status. Everything else the engine reports is a 500.
+ENGINE_STATUS = {
+    "invalid_request": 400,
+    "template_error": 400,
+    "queue_full": 429,
+    "loading": 503,
+    "draining": 503,
+    "worker_died": 503,
+    "worker_stuck": 503,
+    "timeout": 503,
+    "out_of_memory": 503,
+}
+
+
+def shorten(value: object) -> str:
+    """repr of what a client sent, cut: an error must not amplify a request."""
+    if isinstance(value, str | bytes):
+        value = value[: MAX_ECHO + 1]
+    elif isinstance(value, list | dict):
+        return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
+    text = ascii(value)
+    return text if len(text) <= MAX_ECHO else text[:MAX_ECHO] + "..."
+
+
+def error_type(status: int) -> str:
+    if status == 429:
+        return "rate_limit_error"
+    return "invalid_request_error" if status < 500 else "server_error"
+
+
+def error_object(
+    message: str, *, code: str, param: str | None, status: int
+) -> dict[str, dict[str, str | None]]:
+    kind = error_type(status)
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def answer_failure(error: EngineError) -> RequestError:
+    """A request that was taken and failed. Sending the same again would fail again, unless the
+    server is shutting down: SDKs are told so."""
+    status = ENGINE_STATUS.get(error.code, 500)
+    retry = "true" if error.code in ("draining", "timeout") else "false"
+    headers = {"x-should-retry": retry}
+    return RequestError(str(error), code=error.code, status=status, headers=headers)
+
+
+def error_response(error: RequestError) -> Response:
+    body = error_object(str(error), code=error.code, param=error.param, status=error.status)
+    return Response(
+        msgspec.json.encode(body),
+        status_code=error.status,
+        headers=error.headers,
+        media_type="application/json",
+    )
+
+
+async def _refuse(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    return error_response(error)
+
+
+async def _fail(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, EngineError)
+    return error_response(answer_failure(error))
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    path = f"{request.method} {shorten(request.url.path)}"
+    if error.status_code == 404:
+        message, code = f"There is no route {path}.", "not_found"
+    elif error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "another method")
+        message, code = f"{path} is not allowed; use {allowed}.", "method_not_allowed"
+    else:
+        message, code = str(error.detail), "http_error"
+    return error_response(
+        RequestError(message, code=code, status=error.status_code, headers=error.headers)
+    )
+
+
+async def _crash(_request: Request, _error: Exception) -> Response:
+    """A fault of ours: the log has the traceback, the client none of it."""
+    message = "The server failed on this request; its log has the cause."
+    headers = {"x-should-retry": "false"}
+    return error_response(RequestError(message, code="internal", status=500, headers=headers))
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    app.add_exception_handler(RequestError, _refuse)
+    app.add_exception_handler(EngineError, _fail)
+    app.add_exception_handler(HTTPException, _no_route)
+    app.add_exception_handler(Exception, _crash)

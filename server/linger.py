@@ -1,0 +1,70 @@
+"""ASGI middleware: an answer given before the request's body was read must still arrive.
+
+Closing a socket with unread data resets it, and the client loses the answer; leaving it open lets
+the rest of the body be taken for the next request. So the answer says Connection: close and the
+body is read on for a moment before the end of the answer is declared.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+DRAIN_S = 1.0
+DRAIN_BYTES = 4 << 20
+SMALL_BODY = 64 << 10  # announced bodies up to here are skipped by the HTTP parser; no close
+
+
+def _has_long_body(scope: Scope) -> bool:
+    headers = dict(scope["headers"])
+    length = headers.get(b"content-length", b"")
+    return b"transfer-encoding" in headers or (
+        length.isdigit() and not 0 <= int(length[:20]) <= SMALL_BODY
+    )
+
+
+async def _drain(receive: Receive) -> None:
+    left = DRAIN_BYTES
+    while left > 0:
+        message = await receive()
+        if message["type"] == "http.disconnect" or not message.get("more_body", False):
+            return
+        left -= len(message.get("body", b""))
+
+
+class Linger:
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not _has_long_body(scope):
+            await self.app(scope, receive, send)
+            return
+        is_read = False
+        expects = any(name == b"expect" for name, _ in scope["headers"])
+
+        async def watch() -> Message:
+            nonlocal is_read
+            message = await receive()
+            is_read = is_read or not message.get("more_body", False)
+            return message
+
+        async def answer(message: Message) -> None:
+            if is_read:
+                await send(message)
+            elif message["type"] == "http.response.start":
+                headers = [*message.get("headers", ()), (b"connection", b"close")]
+                await send({**message, "headers": headers})
+            elif message.get("more_body", False) or expects:
+                await send(message)
+            else:
+                await send({**message, "more_body": True})
+                try:
+                    async with asyncio.timeout(DRAIN_S):
+                        await _drain(receive)
+                except TimeoutError:
+                    pass
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+        await self.app(scope, watch, answer)

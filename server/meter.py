@@ -1,0 +1,30 @@
+"""A rate over the last seconds, in constant memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+
+class Meter:
+    """Counts events into one-second slots; rate() is events a second over the last window_s."""
+
+    def __init__(self, window_s: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._window_s = window_s
+        self._counts = [0] * window_s
+        self._now = int(clock())
+
+    def _advance(self) -> None:
+        now = int(self._clock())
+        for second in range(max(self._now + 1, now - self._window_s + 1), now + 1):
+            self._counts[second % self._window_s] = 0
+        self._now = now
+
+    def add(self, n: int) -> None:
+        self._advance()
+        self._counts[self._now % self._window_s] += n
+
+    def rate(self) -> float:
+        self._advance()
+        return sum(self._counts) / self._window_s

@@ -1,0 +1,98 @@
+"""Progress bars and status lines, on stderr; plain lines where it is not a terminal."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    ProgressColumn,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+from cflow.engine.engine import Engine
+from cflow.engine.messages import Ready
+
+POLL_S = 0.2
+
+console = Console(stderr=True, highlight=False)
+
+Report = Callable[[str, int, int], None]
+
+
+def _bars(*columns: ProgressColumn) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        *columns,
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+
+
+@contextmanager
+def byte_progress() -> Iterator[Report]:
+    """report(what, done bytes, all bytes): a bar for each thing that is done."""
+    with _bars(DownloadColumn(binary_units=True)) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def report(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(what, total=total)
+                if not console.is_terminal:
+                    console.print(f"cflow: {what} ({total / 1e6:.0f} MB)")
+            bars.update(tasks[what], completed=done, total=total)
+
+        yield report
+
+
+@contextmanager
+def count_progress() -> Iterator[Report]:
+    """report(what, how much is done, how much it is), of anything."""
+    with _bars() as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def report(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(what, total=total)
+            bars.update(tasks[what], completed=done, total=total)
+
+        yield report
+
+
+async def wait_ready(engine: Engine) -> Ready:
+    """Until the engine is ready, with a bar of what has been read. EngineError if it cannot be."""
+    watcher = asyncio.create_task(_show_loading(engine))
+    try:
+        return await engine.wait_ready()
+    finally:
+        watcher.cancel()
+        await asyncio.wait([watcher])
+
+
+async def _show_loading(engine: Engine) -> None:
+    with byte_progress() as report:
+        while True:
+            if engine.loading is not None and engine.loading.total_bytes:
+                report(f"loading {engine.card.name}", engine.loading.done_bytes,
+                       engine.loading.total_bytes)  # fmt: skip
+            await asyncio.sleep(POLL_S)
+
+
+def announce(engine: Engine, ready: Ready, address: str) -> None:
+    """One line when the server answers, and what did not go as wished."""
+    console.print(
+        f"cflow: {engine.card.name} is served at {address} ({ready.isa}, {ready.n_threads} threads, "
+        f"context {ready.max_context}, {ready.resident_bytes / 1e6:.0f} MB of weights, "
+        f"{ready.kv_bytes / 1e6:.0f} MB of KV, loaded in {ready.load_s:.1f} s)",
+        markup=False,
+    )

@@ -1,0 +1,133 @@
+"""What a request asks to be continued, as token ids, and whether it fits the context."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+from cflow.engine.engine import Engine, ModelCard
+from cflow.engine.tokenizer import Tokenizer
+from cflow.server.errors import RequestError, shorten
+
+MAX_PROMPTS = 256
+INLINE_CHARS = 2000  # tokenised at once; a longer text goes to a thread
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    ids: tuple[int, ...]
+    n_added: int = 0  # leading ids the tokenizer added (BOS); not part of what echo returns
+
+
+def context_of(engine: Engine) -> int:
+    """Positions a sequence can have here: the worker's word once it is ready."""
+    return engine.ready.max_context if engine.ready else engine.card.context
+
+
+def _encode(tokenizer: Tokenizer, text: str) -> Prompt:
+    ids = tuple(tokenizer.encode(text))
+    if not ids:
+        if tokenizer.bos_id is None:
+            message = "prompt is empty and this model has no token to begin a document with."
+            raise RequestError(message, code="empty_prompt", param="prompt")
+        return Prompt((tokenizer.bos_id,), 1)
+    bos = tokenizer.bos_id
+    if bos is None or ids[0] != bos:
+        return Prompt(ids)
+    typed = text.encode().startswith(tokenizer.token_bytes(bos))
+    return Prompt(ids, 0 if typed else 1)
+
+
+async def encode_text(tokenizer: Tokenizer, text: str) -> Prompt:
+    if len(text) <= INLINE_CHARS:
+        return _encode(tokenizer, text)
+    return await asyncio.to_thread(_encode, tokenizer, text)
+
+
+async def encode_plain(tokenizer: Tokenizer, text: str, *, add_bos: bool) -> tuple[int, ...]:
+    """The ids of a text, none if it is empty."""
+    return tuple(await asyncio.to_thread(tokenizer.encode, text, add_bos))
+
+
+def _is_ids(value: list[Any]) -> bool:
+    return all(type(item) is int for item in value)
+
+
+def _check_ids(ids: list[int], tokenizer: Tokenizer) -> Prompt:
+    if not ids:
+        message = "prompt: a list of token ids must not be empty."
+        raise RequestError(message, code="empty_prompt", param="prompt")
+    if min(ids) < 0 or max(ids) >= tokenizer.n_tokens:
+        wrong = next(id for id in ids if not 0 <= id < tokenizer.n_tokens)
+        message = f"prompt: token id {shorten(wrong)} is not in 0..{tokenizer.n_tokens - 1}."
+        raise RequestError(message, param="prompt")
+    return Prompt(tuple(ids))
+
+
+def _split(prompt: Any) -> list[str | list[int]]:
+    """One entry a prompt: a string, a list of strings, token ids, or a list of lists of them."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt, list) and prompt:
+        if _is_ids(prompt):
+            return [prompt]
+        if all(
+            isinstance(item, str) or (isinstance(item, list) and _is_ids(item)) for item in prompt
+        ):
+            return prompt
+    message = (
+        f"prompt is {shorten(prompt)}; it must be a string, a list of token ids, "
+        "or a list that is not empty of either."
+    )
+    raise RequestError(message, param="prompt")
+
+
+async def encode_prompts(tokenizer: Tokenizer, prompt: Any) -> list[Prompt]:
+    parts = _split(prompt)
+    if len(parts) > MAX_PROMPTS:
+        message = f"prompt: {len(parts)} prompts in one request; at most {MAX_PROMPTS} are allowed."
+        raise RequestError(message, param="prompt")
+    return [
+        await encode_text(tokenizer, part) if isinstance(part, str) else _check_ids(part, tokenizer)
+        for part in parts
+    ]
+
+
+async def render_chat(
+    card: ModelCard,
+    messages: list[dict[str, Any]],
+    options: dict[str, Any],
+    *,
+    add_generation_prompt: bool = True,
+) -> Prompt:
+    """The conversation through the model's chat template. options: chat_template_kwargs."""
+    template = card.template
+    if template is None:
+        message = "This model has no chat template; use /v1/completions."
+        raise RequestError(message, code="no_chat_template", param="messages")
+    reserved = {"self", "messages", "tools", "add_generation_prompt"} & options.keys()
+    if reserved:
+        message = f"chat_template_kwargs must not set {', '.join(sorted(reserved))}."
+        raise RequestError(message, param="chat_template_kwargs")
+
+    def render() -> Prompt:
+        text = template.render(messages, add_generation_prompt=add_generation_prompt, **options)
+        return Prompt(tuple(card.tokenizer.encode(text)))
+
+    return await asyncio.to_thread(render)
+
+
+def fit(n_prompt: int, asked: int | None, context: int, *, param: str, cap: bool) -> int:
+    """How many tokens may be generated. asked: the request's max_tokens; cap: an answer that would
+    outgrow the context is shortened instead of refused. Raises context_length_exceeded."""
+    room = context - n_prompt
+    needed = 1 if asked is None else min(asked, 1) if cap else asked
+    if needed <= room:
+        return room if asked is None else min(asked, room)
+    wanted = "" if asked is None else f" and {asked} more were asked for"
+    message = (
+        f"This model's maximum context length is {context} tokens. However, the prompt has "
+        f"{n_prompt} tokens{wanted}. Shorten the prompt or lower max_tokens."
+    )
+    raise RequestError(message, code="context_length_exceeded", param=param)

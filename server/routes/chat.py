@@ -1,0 +1,145 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from cflow.engine.messages import Delta, Finish, SamplingParams
+from cflow.engine.tokenizer import Tokenizer
+from cflow.server.body import ClientGone
+from cflow.server.errors import RequestError
+from cflow.server.generation import Generation
+from cflow.server.logprobs import chat_logprobs
+from cflow.server.parameters import refuse_given, sampling_params
+from cflow.server.prompts import Prompt, context_of, fit, render_chat
+from cflow.server.schemas import ChatRequest, render_messages
+from cflow.server.service import Service, json_schema, service_of
+from cflow.server.sse import Events, EventStream, ended, watching
+from cflow.server.wire import Chunks, Envelope, encode, usage, wants_usage
+
+router = APIRouter()
+
+
+def check(ask: ChatRequest) -> None:
+    """What fields mean together, and what is not built yet."""
+    refuse_given("tools", ask.tools, ([],))
+    refuse_given("functions", ask.functions, ([],))
+    refuse_given("tool_choice", ask.tool_choice, ("none", "auto"))
+    refuse_given("function_call", ask.function_call, ("none", "auto"))
+    refuse_given("response_format", ask.response_format, ({"type": "text"},))
+    if ask.top_logprobs is not None and not ask.logprobs:
+        message = "top_logprobs is only allowed when logprobs is true."
+        raise RequestError(message, param="top_logprobs")
+    if ask.max_tokens == 0:
+        raise RequestError("max_tokens must be at least 1.", param="max_tokens")
+    if ask.stream_options is not None and not ask.stream:
+        message = "stream_options is only allowed when stream is true."
+        raise RequestError(message, param="stream_options")
+
+
+def plan_sampling(service: Service, ask: ChatRequest, prompt: Prompt) -> SamplingParams:
+    """Of max_tokens and max_completion_tokens the smaller counts; the context caps both."""
+    given = [n for n in (ask.max_tokens, ask.max_completion_tokens) if n is not None]
+    asked = min(given) if given else None
+    context = context_of(service.engine)
+    return sampling_params(
+        ask,
+        service.engine.card,
+        max_tokens=fit(len(prompt.ids), asked, context, param="messages", cap=True),
+        n_logprobs=(ask.top_logprobs or 0) if ask.logprobs else None,
+    )
+
+
+def _logprobs(tokenizer: Tokenizer, delta: Delta) -> dict[str, Any]:
+    return {"content": chat_logprobs(tokenizer, delta.logprobs), "refusal": None}
+
+
+def _choice(index: int, delta: dict[str, str], logprobs: Any, finish: Finish | None) -> bytes:
+    choice: dict[str, Any] = {"index": index, "delta": delta, "logprobs": logprobs}
+    choice["finish_reason"] = finish.reason if finish else None
+    if finish:
+        choice["stop_reason"] = finish.stop
+    return encode(choice)
+
+
+async def stream(
+    service: Service, ask: ChatRequest, generation: Generation, chunks: Chunks, n_prompt: int
+) -> Events:
+    """Role chunks, content chunks, a finish chunk for each choice, usage if it was asked for."""
+    tokenizer = service.engine.card.tokenizer
+    first = {"role": "assistant", "content": ""}
+    yield b"".join(chunks.chunk(_choice(i, first, None, None)) for i in range(ask.n))
+    async for _, delta in generation.deltas():
+        if ask.logprobs and (delta.text or delta.logprobs):
+            content = {"content": delta.text}
+            logprobs = _logprobs(tokenizer, delta)
+            yield chunks.chunk(_choice(delta.choice, content, logprobs, None))
+        elif delta.text:
+            head = b'{"index":%d,"delta":{"content":' % delta.choice
+            tail = b'},"logprobs":null,"finish_reason":null}'
+            yield chunks.chunk(head + encode(delta.text) + tail)
+        if delta.finish is not None:
+            yield chunks.chunk(_choice(delta.choice, {}, None, delta.finish))
+    if wants_usage(ask):
+        yield chunks.usage_chunk(usage(n_prompt, generation))
+
+
+class Whole:
+    """A choice as it gathers for an answer that is not streamed."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.logprobs: list[dict[str, Any]] = []
+        self.finish: Finish | None = None
+
+    def as_json(self, index: int, *, with_logprobs: bool) -> dict[str, Any]:
+        text = "".join(self.texts)
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": text, "refusal": None},
+            "logprobs": {"content": self.logprobs, "refusal": None} if with_logprobs else None,
+            "finish_reason": self.finish.reason if self.finish else None,
+            "stop_reason": self.finish.stop if self.finish else None,
+        }
+
+
+async def gather(generation: Generation, n: int, tokenizer: Tokenizer) -> list[Whole]:
+    wholes = [Whole() for _ in range(n)]
+    async for _, delta in generation.deltas():
+        whole = wholes[delta.choice]
+        whole.texts.append(delta.text)
+        whole.logprobs += chat_logprobs(tokenizer, delta.logprobs)
+        whole.finish = delta.finish or whole.finish
+    return wholes
+
+
+@router.post("/v1/chat/completions", openapi_extra=json_schema(ChatRequest))
+async def create_chat_completion(request: Request) -> Response:
+    """Answer a conversation. Streams with stream: true."""
+    service = service_of(request)
+    ask, headers = await service.read(request, ChatRequest)
+    check(ask)
+    card = service.engine.card
+    prompt = await render_chat(card, render_messages(ask.messages), ask.chat_template_kwargs)
+    sampling = plan_sampling(service, ask, prompt)
+    generation = service.generate(request, [prompt], [sampling], ask.n)
+    n_prompt = len(prompt.ids)
+    if ask.stream:
+        kind = "chat.completion.chunk"
+        chunks = Chunks("chatcmpl", kind, card.name, with_usage=wants_usage(ask))
+        return EventStream(
+            ended(stream(service, ask, generation, chunks, n_prompt)),
+            on_gone=generation.cancel,
+            ping_s=service.config.ping_s,
+            headers=headers,
+        )
+    async with watching(request.receive, generation.cancel):
+        wholes = await gather(generation, ask.n, card.tokenizer)
+    if generation.is_cancelled:
+        raise ClientGone
+    out = [whole.as_json(i, with_logprobs=ask.logprobs) for i, whole in enumerate(wholes)]
+    envelope = Envelope("chatcmpl", "chat.completion", card.name)
+    body = envelope.answer(out, usage(n_prompt, generation))
+    return Response(body, media_type="application/json", headers=headers)

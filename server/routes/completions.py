@@ -1,0 +1,207 @@
+"""POST /v1/completions: the legacy API, whole: id prompts, echo, prompt log-probabilities, best_of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from cflow.engine.messages import Delta, Finish, Logprob, SamplingParams
+from cflow.server.body import ClientGone
+from cflow.server.errors import RequestError
+from cflow.server.generation import Generation
+from cflow.server.logprobs import Legacy, LegacyLogprobs, join, prompt_texts
+from cflow.server.parameters import sampling_params
+from cflow.server.prompts import Prompt, context_of, encode_prompts, fit
+from cflow.server.schemas import CompletionRequest
+from cflow.server.service import Service, json_schema, service_of
+from cflow.server.sse import Events, EventStream, ended, watching
+from cflow.server.wire import Chunks, Envelope, encode, usage, wants_usage
+
+DEFAULT_MAX_TOKENS = 16
+
+router = APIRouter()
+
+
+def _refuse(param: str, message: str) -> RequestError:
+    return RequestError(f"{param} {message}", param=param)
+
+
+def check(ask: CompletionRequest) -> None:
+    """What fields mean together."""
+    if ask.suffix is not None:
+        raise _refuse("suffix", "is not supported: the model cannot fill in the middle.")
+    if ask.max_tokens == 0 and not ask.echo:
+        raise _refuse("max_tokens", "must be at least 1, or echo must be true.")
+    if ask.best_of is not None and ask.best_of < ask.n:
+        raise _refuse("best_of", f"is {ask.best_of}; it must be at least n, {ask.n}.")
+    if ask.best_of is not None and ask.best_of > ask.n and ask.stream:
+        raise _refuse("best_of", "must equal n in a stream: the best are known at the end.")
+    if ask.stream_options is not None and not ask.stream:
+        raise _refuse("stream_options", "is only allowed when stream is true.")
+
+
+def plan_sampling(service: Service, ask: CompletionRequest, prompt: Prompt) -> SamplingParams:
+    absent = ask.max_tokens is None
+    asked = DEFAULT_MAX_TOKENS if ask.max_tokens is None else ask.max_tokens
+    context = context_of(service.engine)
+    return sampling_params(
+        ask,
+        service.engine.card,
+        max_tokens=fit(len(prompt.ids), asked, context, param="prompt", cap=absent),
+        n_logprobs=ask.logprobs if ask.logprobs is not None else 0 if _ranks(ask) else None,
+        n_prompt_logprobs=ask.logprobs if ask.echo else None,
+    )
+
+
+def _ranks(ask: CompletionRequest) -> bool:
+    return ask.best_of is not None and ask.best_of > ask.n
+
+
+class Choice:
+    """One choice being written: its echo, then its text and log-probabilities, piece by piece."""
+
+    def __init__(self, service: Service, ask: CompletionRequest, prompt: Prompt) -> None:
+        tokenizer = service.engine.card.tokenizer
+        self._logprobs = LegacyLogprobs(tokenizer) if ask.logprobs is not None else None
+        self._echo = prompt_texts(tokenizer, prompt.ids, prompt.n_added) if ask.echo else None
+
+    def add(
+        self, delta: Delta, prompt_logprobs: tuple[Logprob | None, ...]
+    ) -> tuple[str, Legacy | None]:
+        """(text, arrays) of a delta; the first one also brings the prompt if it is echoed."""
+        text, parts = delta.text, []
+        if self._echo is not None:
+            text = "".join(self._echo) + text
+            if self._logprobs is not None:
+                parts.append(self._logprobs.prompt(self._echo, prompt_logprobs))
+            self._echo = None
+        if self._logprobs is None:
+            return text, None
+        is_last = delta.finish is not None
+        return text, join([*parts, self._logprobs.generated(delta.logprobs, is_last=is_last)])
+
+
+class Choices:
+    """The choices of a request. Choice j of prompt i has index i * n_choices + j."""
+
+    def __init__(
+        self, service: Service, ask: CompletionRequest, prompts: list[Prompt], n_choices: int
+    ) -> None:
+        self._n = n_choices
+        self._choices = [Choice(service, ask, p) for p in prompts for _ in range(n_choices)]
+        self._prompt_logprobs: list[tuple[Logprob | None, ...]] = [()] * len(prompts)
+
+    def add(self, index: int, delta: Delta) -> tuple[int, str, Legacy | None]:
+        """(choice index, text, arrays) of a delta of prompt `index`."""
+        if delta.prompt_logprobs is not None:
+            self._prompt_logprobs[index] = delta.prompt_logprobs
+        at = index * self._n + delta.choice
+        text, arrays = self._choices[at].add(delta, self._prompt_logprobs[index])
+        return at, text, arrays
+
+
+def _end(finish: Finish | None) -> dict[str, Any]:
+    if finish is None:
+        return {"finish_reason": None}
+    return {"finish_reason": finish.reason, "stop_reason": finish.stop}
+
+
+async def stream(
+    generation: Generation,
+    choices: Choices,
+    chunks: Chunks,
+    n_prompt: int,
+    *,
+    with_usage: bool,
+) -> Events:
+    async for index, delta in generation.deltas():
+        at, text, arrays = choices.add(index, delta)
+        if delta.finish is None and arrays is None:
+            if text:
+                head = b'{"index":%d,"text":' % at
+                yield chunks.chunk(head + encode(text) + b',"logprobs":null,"finish_reason":null}')
+            continue
+        choice = {"index": at, "text": text, "logprobs": arrays} | _end(delta.finish)
+        yield chunks.chunk(encode(choice))
+    if with_usage:
+        yield chunks.usage_chunk(usage(n_prompt, generation))
+
+
+@dataclass(slots=True)
+class Whole:
+    """A choice as it gathers for an answer that is not streamed."""
+
+    texts: list[str] = field(default_factory=list)
+    arrays: list[Legacy] = field(default_factory=list)
+    finish: Finish | None = None
+    logprob: float = 0.0
+    n_tokens: int = 0
+
+    def mean_logprob(self) -> float:
+        return self.logprob / max(self.n_tokens, 1)
+
+
+async def gather(generation: Generation, choices: Choices, n: int) -> list[Whole]:
+    wholes = [Whole() for _ in range(n)]
+    async for index, delta in generation.deltas():
+        at, text, arrays = choices.add(index, delta)
+        whole = wholes[at]
+        whole.texts.append(text)
+        if arrays is not None:
+            whole.arrays.append(arrays)
+        whole.logprob += sum(entry.logprob for entry in delta.logprobs)
+        whole.n_tokens += len(delta.logprobs)
+        whole.finish = delta.finish or whole.finish
+    return wholes
+
+
+def keep_best(wholes: list[Whole], n_sampled: int, n: int) -> list[Whole]:
+    """The n choices of each prompt with the best mean log-probability, best first."""
+    if n_sampled == n:
+        return wholes
+    kept: list[Whole] = []
+    for first in range(0, len(wholes), n_sampled):
+        group = wholes[first : first + n_sampled]
+        kept += sorted(group, key=Whole.mean_logprob, reverse=True)[:n]
+    return kept
+
+
+def _as_json(index: int, whole: Whole, *, with_logprobs: bool) -> dict[str, Any]:
+    arrays = join(whole.arrays) if with_logprobs else None
+    text = "".join(whole.texts)
+    return {"index": index, "text": text, "logprobs": arrays} | _end(whole.finish)
+
+
+@router.post("/v1/completions", openapi_extra=json_schema(CompletionRequest))
+async def create_completion(request: Request) -> Response:
+    """Continue prompts. Streams with stream: true."""
+    service = service_of(request)
+    ask, headers = await service.read(request, CompletionRequest)
+    check(ask)
+    prompts = await encode_prompts(service.engine.card.tokenizer, ask.prompt)
+    sampling = [plan_sampling(service, ask, prompt) for prompt in prompts]
+    n_sampled = ask.best_of or ask.n
+    choices = Choices(service, ask, prompts, n_sampled)
+    n_prompt = sum(len(prompt.ids) for prompt in prompts)
+    model = service.engine.card.name
+    generation = service.generate(request, prompts, sampling, n_sampled)
+    if ask.stream:
+        with_usage = wants_usage(ask)
+        chunks = Chunks("cmpl", "text_completion", model, with_usage=with_usage)
+        events = stream(generation, choices, chunks, n_prompt, with_usage=with_usage)
+        return EventStream(
+            ended(events),
+            on_gone=generation.cancel,
+            ping_s=service.config.ping_s,
+            headers=headers,
+        )
+    async with watching(request.receive, generation.cancel):
+        wholes = await gather(generation, choices, len(prompts) * n_sampled)
+    if generation.is_cancelled:
+        raise ClientGone
+    kept = keep_best(wholes, n_sampled, ask.n)
+    out = [_as_json(i, w, with_logprobs=ask.logprobs is not None) for i, w in enumerate(kept)]
+    body = Envelope("cmpl", "text_completion", model).answer(out, usage(n_prompt, generation))
+    return Response(body, media_type="application/json", headers=headers)

@@ -1,0 +1,70 @@
+"""POST /tokenize and /detokenize, in the shapes of llama-server and of vLLM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from cflow.engine.tokenizer import Tokenizer
+from cflow.server.errors import RequestError, shorten
+from cflow.server.logprobs import token_name
+from cflow.server.prompts import context_of, encode_plain, render_chat
+from cflow.server.schemas import DetokenizeRequest, TokenizeRequest, render_messages
+from cflow.server.service import Service, json_schema, service_of
+from cflow.server.wire import encode
+
+router = APIRouter()
+
+
+def _pieces(tokenizer: Tokenizer, ids: tuple[int, ...]) -> list[dict[str, Any]]:
+    return [{"id": token, "piece": token_name(tokenizer, token)} for token in ids]
+
+
+async def _encode(service: Service, ask: TokenizeRequest) -> tuple[int, ...]:
+    card = service.engine.card
+    if ask.messages is not None:
+        prompt = await render_chat(
+            card,
+            render_messages(ask.messages),
+            ask.chat_template_kwargs,
+            add_generation_prompt=ask.add_generation_prompt,
+        )
+        return prompt.ids
+    if ask.content is not None:
+        return await encode_plain(card.tokenizer, ask.content, add_bos=ask.add_special)
+    assert ask.prompt is not None
+    return await encode_plain(card.tokenizer, ask.prompt, add_bos=ask.add_special_tokens)
+
+
+@router.post("/tokenize", openapi_extra=json_schema(TokenizeRequest))
+async def tokenize(request: Request) -> Response:
+    """Text or messages to token ids."""
+    service = service_of(request)
+    ask, headers = await service.read(request, TokenizeRequest)
+    given = [name for name in ("content", "prompt", "messages") if getattr(ask, name) is not None]
+    if len(given) != 1:
+        message = f"Exactly one of content, prompt and messages is needed, not {len(given)}."
+        raise RequestError(message, param="prompt")
+    ids = await _encode(service, ask)
+    body: dict[str, Any] = {
+        "tokens": _pieces(service.engine.card.tokenizer, ids) if ask.with_pieces else ids
+    }
+    if ask.content is None:
+        body |= {"count": len(ids), "max_model_len": context_of(service.engine)}
+    return Response(encode(body), media_type="application/json", headers=headers)
+
+
+@router.post("/detokenize", openapi_extra=json_schema(DetokenizeRequest))
+async def detokenize(request: Request) -> Response:
+    """Token ids to text, special tokens shown: "content" (llama-server), "prompt" (vLLM)."""
+    service = service_of(request)
+    ask, headers = await service.read(request, DetokenizeRequest)
+    tokenizer = service.engine.card.tokenizer
+    for token in ask.tokens:
+        if not 0 <= token < tokenizer.n_tokens:
+            message = f"tokens: token id {shorten(token)} is not in 0..{tokenizer.n_tokens - 1}."
+            raise RequestError(message, param="tokens")
+    text = tokenizer.decode(ask.tokens, skip_special=False)
+    body = encode({"content": text, "prompt": text})
+    return Response(body, media_type="application/json", headers=headers)

@@ -1,0 +1,235 @@
+"""The request bodies. Optional fields may be null; unknown ones are ignored and reported."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+from urllib.parse import quote
+
+import msgspec
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from cflow.server.errors import RequestError, shorten
+
+MAX_STOPS = 16
+MAX_LOGPROBS = 20
+MAX_CHOICES = 128
+MAX_SEED = 2**64 - 1
+MAX_INT = 2**31 - 1
+
+
+def _as_list(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+Stops = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=1000)]],
+    BeforeValidator(_as_list),
+    Field(max_length=MAX_STOPS),
+]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, frozen=True)
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+
+
+class Sampling(Body):
+    """What both ways of generating share."""
+
+    model: str | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=2**63)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] = 0
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
+    stop: Stops = Field(default=[])
+    stop_token_ids: Annotated[list[int], Field(max_length=64)] = Field(default=[])
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    seed: Annotated[int, Field(ge=-(2**63), le=MAX_SEED)] | None = None
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    repeat_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    logit_bias: dict[str, Bias] = Field(default={})
+    moe_top_k: Annotated[int, Field(ge=1)] | None = Field(
+        default=None, description="experts a token uses, at most the model's own number"
+    )
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+
+    # Accepted because clients send them; they change nothing here.
+    user: Any = None
+    store: Any = None
+    metadata: Any = None
+    service_tier: Any = None
+    parallel_tool_calls: Any = None
+
+
+class CompletionRequest(Sampling):
+    """POST /v1/completions. prompt: a string, token ids, or a list of either."""
+
+    prompt: Any
+    suffix: str | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    echo: bool = False
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+
+class FunctionCall(Body):
+    name: str
+    arguments: str = "{}"
+
+
+class ToolCall(Body):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+def _join_parts(value: object) -> object:
+    """Text parts joined without a separator; every other kind of part is refused by its name."""
+    if not isinstance(value, list):
+        return value
+    texts = []
+    for part in value:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text":
+            raise PydanticCustomError(
+                "content_part",
+                "content parts of type {kind} are not supported; only 'text' is",
+                {"kind": shorten(kind)},
+            )
+        if not isinstance(part.get("text"), str):
+            raise PydanticCustomError("content_part", "a text part needs a string 'text'")
+        texts.append(part["text"])
+    if not texts:
+        raise PydanticCustomError("content_part", "content is an empty list")
+    return "".join(texts)
+
+
+class Message(Body):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str | None, BeforeValidator(_join_parts)] = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+
+class ChatRequest(Sampling):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1, le=2**63)] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    chat_template_kwargs: dict[str, Any] = Field(default={})
+    tools: Any = None
+    tool_choice: Any = None
+    functions: Any = None
+    function_call: Any = None
+    response_format: Any = None
+
+
+class TokenizeRequest(Body):
+    """POST /tokenize: content -> tokens; prompt or messages -> tokens, count, max_model_len."""
+
+    model: str | None = None
+    content: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    add_special: bool = Field(default=False, description="with content: add BOS")
+    add_special_tokens: bool = Field(default=True, description="with prompt: add BOS")
+    with_pieces: bool = False
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] = Field(default={})
+
+
+class DetokenizeRequest(Body):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+AnyBody = TypeVar("AnyBody", bound=Body)
+
+# JSON schemas of the nested shapes, by the names that the requests' schemas refer to.
+REF = "#/components/schemas/{model}"
+SHAPES: dict[str, Any] = {
+    kind.__name__: {
+        k: v for k, v in kind.model_json_schema(ref_template=REF).items() if k != "$defs"
+    }
+    for kind in (StreamOptions, Message, ToolCall, FunctionCall)
+}
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    text = ""
+    for part in location:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
+    return text[:80]
+
+
+def _explain(fault: ErrorDetails) -> RequestError:
+    param = _path(fault["loc"])
+    if fault["type"] == "missing":
+        return RequestError(f"{param} is required.", code="missing_parameter", param=param)
+    message = fault["msg"][:1].lower() + fault["msg"][1:]
+    if fault["type"] != "content_part":
+        message += f", not {shorten(fault['input'])}"
+    return RequestError(f"{param}: {message}.", param=param)
+
+
+def parse(kind: type[AnyBody], body: dict[str, Any]) -> AnyBody:
+    """body: a decoded JSON object without nulls. Raises RequestError for the first fault."""
+    try:
+        return kind.model_validate(body)
+    except ValidationError as error:
+        raise _explain(error.errors(include_url=False)[0]) from None
+
+
+def ignored_header(kind: type[Body], body: dict[str, Any]) -> dict[str, str]:
+    """The names of unknown fields, for the client's eyes: {"x-cflow-ignored-params": "a,b"}."""
+    unknown = [quote(name[:64], safe="") for name in body if name not in kind.model_fields]
+    return {"x-cflow-ignored-params": ",".join(unknown[:20])} if unknown else {}
+
+
+def render_messages(messages: list[Message]) -> list[dict[str, Any]]:
+    """Messages as a chat template reads them. Content is always a string: '' where it is absent."""
+    return [_render_message(index, message) for index, message in enumerate(messages)]
+
+
+def _render_message(index: int, message: Message) -> dict[str, Any]:
+    if message.content is None and message.role != "assistant":
+        param = f"messages[{index}].content"
+        raise RequestError(f"{param} is required for role {message.role}.", param=param)
+    role = "system" if message.role == "developer" else message.role
+    out: dict[str, Any] = {"role": role, "content": message.content or ""}
+    if message.name is not None:
+        out["name"] = message.name
+    if message.tool_call_id is not None:
+        out["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        where = f"messages[{index}].tool_calls"
+        out["tool_calls"] = [_render_call(where, call) for call in message.tool_calls]
+    return out
+
+
+def _render_call(where: str, call: ToolCall) -> dict[str, Any]:
+    """Templates print arguments with tojson, so they get the object, not its text."""
+    try:
+        arguments = msgspec.json.decode(call.function.arguments or "{}")
+    except (msgspec.MsgspecError, RecursionError):
+        message = f"{where}: arguments of {shorten(call.function.name)} must be JSON text."
+        raise RequestError(message, param=where) from None
+    function = {"name": call.function.name, "arguments": arguments}
+    return {"id": call.id, "type": "function", "function": function}

@@ -1,0 +1,137 @@
+"""Running the server: engine, listening socket, signals, and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+
+import uvicorn
+import uvloop
+
+from cflow.engine.engine import Engine
+from cflow.engine.errors import CflowError, EngineError
+from cflow.server.app import create_app
+from cflow.server.config import ServerConfig
+from cflow.server.progress import announce, console, wait_ready
+
+CLOSE_S = 5  # what connections get to end once all answers are over
+BACKLOG = 2048
+RETRY_S = 0.5
+PASSING = frozenset({"worker_died", "worker_stuck", "draining"})  # not the model's fault
+KEEP_ALIVE_S = 75  # longer than the 60 s idle limit of common proxies, which must close first
+
+log = logging.getLogger("cflow.server")
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn, with signals left to us."""
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+class Shutdown:
+    """First signal: refuse new requests, let running ones finish within the drain timeout.
+    Second: stop at once."""
+
+    def __init__(self, server: HttpServer, engine: Engine, timeout_s: float) -> None:
+        self._server = server
+        self._engine = engine
+        self._timeout_s = timeout_s
+        self._task: asyncio.Task[None] | None = None
+
+    def on_signal(self) -> None:
+        if self._task is None:
+            log.info("shutting down: running requests have %g s to finish", self._timeout_s)
+            self._task = asyncio.create_task(self._drain())
+        else:
+            log.info("shutting down at once")
+            self._server.should_exit = self._server.force_exit = True
+
+    async def _drain(self) -> None:
+        try:
+            await self._engine.drain(self._timeout_s)
+        finally:
+            self._server.should_exit = True
+
+    def cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except (OSError, OverflowError) as error:
+        raise CflowError(
+            f"cannot listen on {host}:{port}: {error}; choose another --port"
+        ) from None
+
+
+def _address(sock: socket.socket) -> str:
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+async def _serve(config: ServerConfig) -> None:
+    with listen(config.host, config.port) as sock:
+        engine = await Engine.start(config.engine)
+        try:
+            await _serve_engine(config, engine, sock)
+        finally:
+            await engine.close()
+
+
+async def _serve_engine(config: ServerConfig, engine: Engine, sock: socket.socket) -> None:
+    server = HttpServer(
+        uvicorn.Config(
+            create_app(config, engine),
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=CLOSE_S,
+        )
+    )
+    shutdown = Shutdown(server, engine, config.drain_timeout_s)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, shutdown.on_signal)
+    loading = asyncio.create_task(_load(engine, server, _address(sock)))
+    try:
+        await server.serve(sockets=[sock])
+    finally:
+        loading.cancel()
+        shutdown.cancel()
+    with suppress(asyncio.CancelledError):
+        await loading
+
+
+async def _load(engine: Engine, server: HttpServer, address: str) -> None:
+    """Announces the model once it is loaded. One that never will be ends the server."""
+    console.print(f"cflow: listening at {address}, loading {engine.card.name}", markup=False)
+    while True:
+        try:
+            announce(engine, await wait_ready(engine), address)
+            return
+        except EngineError as error:
+            if error.code not in PASSING:
+                server.should_exit = True
+                raise
+            await asyncio.sleep(RETRY_S)
+
+
+def serve(config: ServerConfig) -> None:
+    """Serves until a signal. config.engine.model: a .cflow file."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(config))

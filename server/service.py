@@ -1,0 +1,64 @@
+"""What routes need, found at app.state.service."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import Request
+
+from cflow.engine.engine import Engine
+from cflow.engine.messages import SamplingParams
+from cflow.server.admission import check_model, check_ready, submit_all
+from cflow.server.body import decode_object, read_body
+from cflow.server.config import ServerConfig
+from cflow.server.generation import AnswerRecord, Generation
+from cflow.server.metrics import Metrics
+from cflow.server.prompts import Prompt
+from cflow.server.schemas import REF, AnyBody, Body, ignored_header, parse
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    config: ServerConfig
+    engine: Engine
+    metrics: Metrics
+
+    async def read(self, request: Request, kind: type[AnyBody]) -> tuple[AnyBody, dict[str, str]]:
+        """The request's body, and headers for its answer. Checks that the engine can serve."""
+        check_ready(self.engine, self.metrics)
+        body = decode_object(await read_body(request, self.config.max_body_bytes))
+        ask = parse(kind, body)
+        check_model(self.engine, getattr(ask, "model", None))
+        return ask, ignored_header(kind, body)
+
+    def generate(
+        self,
+        request: Request,
+        prompts: list[Prompt],
+        sampling: list[SamplingParams],
+        n_choices: int,
+    ) -> Generation:
+        """Hands the prompts to the engine, all or none. sampling: one per prompt."""
+        key: str = request.scope.get("state", {}).get("key", "")
+        answers = submit_all(
+            self.engine, self.metrics, prompts, sampling, n_choices=n_choices, key=key
+        )
+        records = [
+            AnswerRecord(self.metrics, len(prompt.ids), n_choices, how.max_tokens)
+            for prompt, how in zip(prompts, sampling, strict=True)
+        ]
+        return Generation(answers, records)
+
+
+def service_of(request: Request) -> Service:
+    service = request.app.state.service
+    assert isinstance(service, Service)
+    return service
+
+
+def json_schema(kind: type[Body]) -> dict[str, Any]:
+    """openapi_extra of a route that reads its body itself."""
+    schema = kind.model_json_schema(ref_template=REF)
+    schema.pop("$defs", None)
+    return {"requestBody": {"content": {"application/json": {"schema": schema}}, "required": True}}

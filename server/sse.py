@@ -1,0 +1,115 @@
+"""Server-sent events: framing, pings while nothing is sent, and the client's leaving."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+import msgspec
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from cflow.engine.errors import EngineError
+from cflow.server.errors import answer_failure, error_object
+
+DONE = b"data: [DONE]\n\n"
+PING = b": ping\n\n"
+STALL_S = 60.0  # a client that has taken nothing for this long is treated as gone
+HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+Events = AsyncGenerator[bytes, None]
+
+
+def event(value: Any) -> bytes:
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+async def ended(chunks: Events) -> Events:
+    """The chunks, an error event if the engine fails, and [DONE]."""
+    try:
+        async with aclosing(chunks):
+            async for chunk in chunks:
+                yield chunk
+    except EngineError as error:
+        refusal = answer_failure(error)
+        yield event(
+            error_object(str(refusal), code=refusal.code, param=None, status=refusal.status)
+        )
+    yield DONE
+
+
+@asynccontextmanager
+async def watching(receive: Receive, on_gone: Callable[[], None]) -> AsyncIterator[None]:
+    """Inside, the client's leaving calls on_gone. Half-closed clients count as gone."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        on_gone()
+
+    task = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        task.cancel()
+
+
+class EventStream(StreamingResponse):
+    """Sends events as they come. The headers leave at once: refuse before making one."""
+
+    def __init__(
+        self,
+        events: Events,
+        *,
+        on_gone: Callable[[], None],
+        ping_s: float,
+        headers: dict[str, str],
+    ) -> None:
+        super().__init__(events, media_type="text/event-stream", headers=HEADERS | headers)
+        self._events = events
+        self._on_gone = on_gone
+        self._ping_s = ping_s
+        self._last_s = 0.0
+        self._is_sending = False
+
+    async def _write(self, send: Send, chunk: bytes) -> None:
+        self._is_sending = True
+        await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        self._is_sending = False
+        self._last_s = asyncio.get_running_loop().time()
+
+    async def _tick(self, send: Send, stall: asyncio.Timeout) -> None:
+        """Pings an idle stream; ends one whose client takes nothing."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(min(self._ping_s, 1.0))
+            idle_s = loop.time() - self._last_s
+            if self._is_sending and idle_s >= STALL_S:
+                stall.reschedule(loop.time())
+            elif not self._is_sending and idle_s >= self._ping_s:
+                await self._write(send, PING)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        try:
+            await send(start)
+            async with (
+                asyncio.timeout(None) as stall,
+                watching(receive, self._on_gone),
+                aclosing(self._events),
+            ):
+                await self._send_all(send, stall)
+        finally:
+            self._on_gone()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_all(self, send: Send, stall: asyncio.Timeout) -> None:
+        self._last_s = asyncio.get_running_loop().time()
+        ticker = asyncio.create_task(self._tick(send, stall))
+        try:
+            async for chunk in self._events:
+                await self._write(send, chunk)
+        finally:
+            ticker.cancel()
