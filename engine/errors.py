@@ -1,8 +1,10 @@
 """What can go wrong in the engine.
 
 CflowError                 str() is for the person who reads it
+  ConfigError              a setting is out of range; has .field
   EngineError              running a model failed; has .code
     ModelError             a model file or reference cannot be used
+    TemplateError          the model's chat template failed on these messages
 """
 
 from __future__ import annotations
@@ -12,9 +14,18 @@ class CflowError(Exception):
     """Root of all errors of cflow."""
 
 
+class ConfigError(CflowError):
+    """A setting that cannot be used. field: its name in EngineConfig."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+
 class EngineError(CflowError):
     """Running a model failed. code: "cancelled", "worker_died", "worker_stuck", "draining", "timeout",
-    "numeric", "out_of_memory", "internal", "queue_full", "loading" or "model_error"."""
+    "numeric", "out_of_memory", "internal", "queue_full", "loading", "invalid_request",
+    "template_error" or "model_error"."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -26,3 +37,10 @@ class ModelError(EngineError):
 
     def __init__(self, message: str) -> None:
         super().__init__("model_error", message)
+
+
+class TemplateError(EngineError):
+    """The chat template refused the messages, failed, or ran out of its time or memory."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("template_error", message)

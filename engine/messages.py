@@ -1,12 +1,14 @@
 """What crosses the socket pair between the front end and the worker: length-prefixed msgpack.
 
 A frame is a little-endian u32 length and that many bytes, one message. Down: Hello, Submit, Cancel,
-Drain. Up: Ready, Step, Failed, Stats, Heartbeat. Every choice of a request ends with exactly one
-Finish in a Step or the request ends with one Failed.
+Drain. Up: Loading, Ready, Step, Failed, Stats, Heartbeat, Fatal. Every choice of a request ends with
+exactly one Finish in a Step or the request ends with one Failed.
 """
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Iterator
 from typing import Literal
 
 import msgspec
@@ -81,7 +83,10 @@ class Finish(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Delta(msgspec.Struct, frozen=True, array_like=True):
-    """What one choice gained in a step. Text lags behind tokens while bytes are held back."""
+    """What one choice gained in a step. Text lags behind tokens while bytes are held back.
+
+    The token that ends an answer counts as one of its tokens; logprobs follow tokens one to one.
+    """
 
     request_id: int
     choice: int
@@ -95,7 +100,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Progress(msgspec.Struct, frozen=True, array_like=True):
-    """Prefill progress of a request whose prompt is not done: n_done of its prompt tokens."""
+    """A request's prompt is begun (first one: n_done tokens came from the cache) or further on."""
 
     request_id: int
     n_done: int
@@ -163,5 +168,50 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     in_step: bool
 
 
+class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
+    """The worker cannot go on, e.g. the model cannot be loaded. Its last message."""
+
+    code: str
+    message: str
+
+
 Down = Hello | Submit | Cancel | Drain
-Up = Ready | Loading | Step | Failed | Stats | Heartbeat
+Up = Ready | Loading | Step | Failed | Stats | Heartbeat | Fatal
+
+_LENGTH = struct.Struct("<I")
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode_frame(message: Down | Up) -> bytes:
+    body = _encoder.encode(message)
+    if len(body) > MAX_FRAME_BYTES:
+        raise ValueError(
+            f"{type(message).__name__} of {len(body)} bytes; at most {MAX_FRAME_BYTES}"
+        )
+    return _LENGTH.pack(len(body)) + body
+
+
+class FrameSplitter:
+    """Cuts a byte stream into the bodies of its frames."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """The bodies that data completes. Raises ValueError for a length no sender makes."""
+        self._buffer += data
+        start = 0
+        while len(self._buffer) - start >= _LENGTH.size:
+            (n,) = _LENGTH.unpack_from(self._buffer, start)
+            if n > MAX_FRAME_BYTES:
+                raise ValueError(f"a frame of {n} bytes; at most {MAX_FRAME_BYTES}")
+            end = start + _LENGTH.size + n
+            if len(self._buffer) < end:
+                break
+            yield bytes(self._buffer[start + _LENGTH.size : end])
+            start = end
+        del self._buffer[:start]
+
+
+decode_down = msgspec.msgpack.Decoder(Down).decode
+decode_up = msgspec.msgpack.Decoder(Up).decode

@@ -1,0 +1,63 @@
+"""What is known of a model before it is loaded: read from its file's header."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cflow.engine.capacity import check_context
+from cflow.engine.config import EngineConfig
+from cflow.engine.metadata import Metadata, parse_metadata
+from cflow.engine.native import Model, const
+from cflow.engine.template import ChatTemplate
+from cflow.engine.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    name: str  # as clients call it
+    path: str
+    context: int  # positions a sequence may have; the worker may have to lower it
+    n_params: int
+    created: int  # of the file, in seconds since 1970
+    metadata: dict[str, Any]
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    vocab_size: int
+    n_experts: int  # of its largest layer; 0: dense
+    top_k: int
+
+
+def read_card(config: EngineConfig) -> ModelCard:
+    """ModelError if the file cannot be used, EngineError if the config asks too much of it."""
+    model = Model(config.model, header_only=True)
+    header, layers, metadata = model.header, model.layers, model.metadata
+    known = parse_metadata(metadata, header.n_tokens)
+    tokenizer = Tokenizer(model.section(const.SectionId.TOKENIZER), model.token_bytes, metadata)
+    n_params = metadata.get("parameters")
+    return ModelCard(
+        name=config.served_name or known.name,
+        path=config.model,
+        context=check_context(config, header.context),
+        n_params=n_params if isinstance(n_params, int) else 0,
+        created=int(Path(config.model).stat().st_mtime),
+        metadata=metadata,
+        tokenizer=tokenizer,
+        template=_template(known, tokenizer),
+        vocab_size=header.vocab_size,
+        n_experts=max((layer.n_experts for layer in layers), default=0),
+        top_k=max((layer.top_k for layer in layers), default=0),
+    )
+
+
+def _template(known: Metadata, tokenizer: Tokenizer) -> ChatTemplate | None:
+    if known.chat_template is None:
+        return None
+    names = {"bos_token": known.bos_id, "eos_token": next(iter(known.eos_ids), None)}
+    special = {
+        name: tokenizer.token_bytes(id).decode(errors="replace")
+        for name, id in names.items()
+        if id is not None
+    }
+    return ChatTemplate(known.chat_template, special)

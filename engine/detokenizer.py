@@ -1,0 +1,29 @@
+"""Token ids to text, one at a time, whole code points only."""
+
+from __future__ import annotations
+
+import codecs
+
+from cflow.engine.native_types import TokenBytes
+
+_new_decoder = codecs.getincrementaldecoder("utf-8")
+
+
+class Detokenizer:
+    """Joined pieces equal the answer's bytes decoded at once with errors="replace": bytes of an
+    unfinished code point wait for the next token, bytes that can never become one are U+FFFD."""
+
+    def __init__(self, token_bytes: TokenBytes) -> None:
+        self._table = token_bytes
+        self._decoder = _new_decoder("replace")
+
+    def push(self, token: int, *, show_special: bool = False) -> str:
+        """The text that is complete now. Special tokens and ids without text give none."""
+        table = self._table
+        if token >= len(table) or (table.is_special(token) and not show_special):
+            return ""
+        return self._decoder.decode(table[token])
+
+    def flush(self) -> str:
+        """What is still held: U+FFFD for an unfinished code point."""
+        return self._decoder.decode(b"", final=True)

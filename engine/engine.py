@@ -1,0 +1,300 @@
+"""The front end's handle of a model that runs in a worker process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Literal
+
+from cflow.engine.answer import Answer, Outbox
+from cflow.engine.card import ModelCard, read_card
+from cflow.engine.config import EngineConfig
+from cflow.engine.errors import EngineError
+from cflow.engine.messages import (
+    PROTOCOL,
+    Cancel,
+    Delta,
+    Drain,
+    Failed,
+    Heartbeat,
+    Hello,
+    Loading,
+    Progress,
+    Ready,
+    SamplingParams,
+    Stats,
+    Step,
+    Submit,
+    Up,
+)
+from cflow.engine.totals import Totals
+from cflow.engine.watchdog import Watchdog
+from cflow.engine.worker_process import COMMAND, WorkerProcess
+
+__all__ = ["Answer", "Engine", "ModelCard"]
+
+State = Literal["loading", "ready", "draining", "restarting", "stuck", "closed"]
+
+TICK_S = 1.0
+FIRST_DELAY_S = 0.5
+LAST_DELAY_S = 30.0
+LONG_LIFE_S = 30.0  # a worker that was ready for so long starts the delays anew
+GRACE_S = 2.0
+
+REFUSALS = {
+    "loading": ("loading", "the model is still loading"),
+    "restarting": ("worker_died", "the engine is being restarted"),
+    "stuck": ("worker_stuck", "the engine hangs and is being restarted"),
+    "draining": ("draining", "the engine is shutting down"),
+    "closed": ("draining", "the engine is shut down"),
+}
+
+log = logging.getLogger("cflow.engine")
+
+
+class Engine:
+    """Use from one event loop: `engine = await Engine.start(config)`, submit, iterate the answers,
+    close(). A worker that dies or hangs is replaced; what it was doing fails."""
+
+    def __init__(
+        self, config: EngineConfig, card: ModelCard, command: Sequence[str] = COMMAND
+    ) -> None:
+        self.config = config
+        self.card = card
+        self.state: State = "loading"
+        self.ready: Ready | None = None  # of the running worker
+        self.loading: Loading | None = None  # while it loads
+        self.failure: EngineError | None = None  # why the last worker ended
+        self.restarts = 0
+        self._command = command
+        self._totals = Totals()
+        self._outboxes: dict[int, Outbox] = {}
+        self._n_requests = 0
+        self._worker: WorkerProcess | None = None
+        self._watchdog = Watchdog(tick_s=TICK_S, stuck_s=config.stuck_s)
+        self._fatal: EngineError | None = None  # the last word of this worker
+        self._was_ready = False
+        self._changed = asyncio.Event()  # state or failure
+        self._supervisor: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def start(cls, config: EngineConfig) -> Engine:
+        """Reads the model's header (ModelError if that is not possible) and lets a worker load it in
+        the background."""
+        card = await asyncio.to_thread(read_card, config)
+        engine = cls(config, card)
+        engine.launch()
+        return engine
+
+    def launch(self) -> None:
+        """Starts the worker. start() does it."""
+        self._loop = asyncio.get_running_loop()
+        self._supervisor = asyncio.create_task(self._supervise())
+
+    async def wait_ready(self) -> Ready:
+        """EngineError if the model cannot be loaded at the first attempt, or the engine is closed."""
+        while self.ready is None:
+            if self.failure is not None and not self._was_ready:
+                raise self.failure
+            if self.state in ("draining", "closed"):
+                raise EngineError(*REFUSALS[self.state])
+            self._changed.clear()
+            await self._changed.wait()
+        return self.ready
+
+    @property
+    def stats(self) -> Stats:
+        """Totals of all workers so far, gauges of this one."""
+        return self._totals.stats
+
+    @property
+    def queue_depth(self) -> int:
+        """Requests beyond those that can run at once."""
+        return max(0, len(self._outboxes) - self.config.max_sequences)
+
+    # ---- requests ----
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        *,
+        n_choices: int = 1,
+        sampling: SamplingParams,
+        key: str = "",
+        priority: int = 0,
+    ) -> Answer:
+        """key: whose request, for fairness; priority: smaller goes first. EngineError: "loading",
+        "worker_died", "worker_stuck", "draining", "queue_full" or "invalid_request"."""
+        if self.state != "ready" or self._worker is None:
+            raise EngineError(*REFUSALS[self.state])
+        n_waiting = len(self._outboxes) - self.config.max_sequences
+        if n_waiting >= self.config.max_queue:
+            message = f"{n_waiting} requests are waiting; at most {self.config.max_queue} may"
+            raise EngineError("queue_full", message)
+        self._check(prompt, n_choices, sampling)
+        request_id = self._n_requests
+        self._n_requests += 1
+        self._worker.send(Submit(request_id, tuple(prompt), n_choices, sampling, key, priority))
+        outbox = self._outboxes[request_id] = Outbox(n_choices)
+        return Answer(request_id, outbox, self._cancel)
+
+    def _check(self, prompt: Sequence[int], n_choices: int, sampling: SamplingParams) -> None:
+        """One bad id would fail the step of everybody."""
+        n_tokens = self.card.tokenizer.n_tokens
+        ids = (*sampling.logit_bias, *sampling.stop_token_ids)
+        context = self.ready.max_context if self.ready else self.card.context
+        room = context - len(prompt)
+        if not prompt or min(prompt) < 0 or max(prompt) >= n_tokens:
+            text = f"the prompt must be token ids in 0..{n_tokens - 1}, at least one"
+        elif ids and (min(ids) < 0 or max(ids) >= n_tokens):
+            text = f"logit_bias and stop_token_ids must name token ids in 0..{n_tokens - 1}"
+        elif room < min(sampling.max_tokens, 1):
+            text = f"a prompt of {len(prompt)} tokens leaves no room in a context of {context}"
+        elif n_choices < 1:
+            text = f"n_choices is {n_choices}; it must be at least 1"
+        else:
+            return
+        raise EngineError("invalid_request", text)
+
+    def _cancel(self, request_id: int) -> None:
+        """From any thread: the garbage collector's may be any."""
+        self._loop.call_soon_threadsafe(self._send_cancel, request_id)
+
+    def _send_cancel(self, request_id: int) -> None:
+        if request_id in self._outboxes and self._worker is not None:
+            self._worker.send(Cancel(request_id))
+
+    # ---- messages from the worker ----
+
+    def _receive(self, message: Up) -> None:
+        if isinstance(message, Step):
+            self._deliver(message)
+        elif isinstance(message, Heartbeat):
+            self._watchdog.beat(message)
+        elif isinstance(message, Stats):
+            self._totals.update(message)
+        elif isinstance(message, Failed):
+            if outbox := self._outboxes.pop(message.request_id, None):
+                outbox.fail(EngineError(message.code, message.message))
+        elif isinstance(message, Loading):
+            self.loading = message
+        elif isinstance(message, Ready):
+            self._become_ready(message)
+        else:
+            self._fatal = EngineError(message.code, message.message)
+
+    def _deliver(self, step: Step) -> None:
+        outboxes = self._outboxes
+        events: tuple[Delta | Progress, ...] = (*step.progress, *step.deltas)
+        for event in events:
+            outbox = outboxes.get(event.request_id)
+            if outbox is None:
+                continue
+            outbox.put(event)
+            if outbox.is_over:
+                del outboxes[event.request_id]
+
+    def _become_ready(self, ready: Ready) -> None:
+        self.ready, self.loading, self.failure = ready, None, None
+        self._was_ready = True
+        if self.state != "draining":
+            self._set_state("ready")
+        for note in ready.notes:
+            log.warning("%s", note)
+
+    # ---- the worker's lives ----
+
+    def _set_state(self, state: State) -> None:
+        self.state = state
+        self._changed.set()
+
+    async def _supervise(self) -> None:
+        delay_s = FIRST_DELAY_S
+        while True:
+            started = time.monotonic()
+            self.failure = await self._live_once()
+            if self.state in ("draining", "closed"):
+                return
+            self._set_state("restarting")
+            self.restarts += 1
+            if time.monotonic() - started > LONG_LIFE_S:
+                delay_s = FIRST_DELAY_S
+            log.error("%s; starting again in %g s", self.failure, delay_s)
+            await asyncio.sleep(delay_s)
+            delay_s = min(2 * delay_s, LAST_DELAY_S)
+
+    async def _live_once(self) -> EngineError:
+        """One worker from its start to its end: why it ended."""
+        self._fatal = None
+        self._watchdog = Watchdog(tick_s=TICK_S, stuck_s=self.config.stuck_s)
+        try:
+            worker = self._worker = await WorkerProcess.spawn(self._command, self._receive)
+        except OSError as error:
+            return EngineError("worker_died", f"the worker cannot be started: {error}")
+        worker.send(Hello(PROTOCOL, asdict(self.config)))
+        trouble = await self._watch(worker)
+        if trouble is not None:
+            self._lose_worker("stuck", "worker_stuck", f"the engine hung: {trouble}")
+            worker.kill()
+        else:
+            self._lose_worker("restarting", "worker_died", "the engine died while answering")
+        status = await worker.reap(GRACE_S)
+        if trouble is not None:
+            return EngineError("worker_stuck", f"the worker hung: {trouble}")
+        return self._fatal or EngineError("worker_died", f"the worker ended {_describe(status)}")
+
+    async def _watch(self, worker: WorkerProcess) -> str | None:
+        """Until the worker is gone (None) or in trouble (what)."""
+        while True:
+            try:
+                async with asyncio.timeout(TICK_S):
+                    await worker.ended.wait()
+                return None
+            except TimeoutError:
+                if trouble := self._watchdog.tick():
+                    return trouble
+
+    def _lose_worker(self, state: State, code: str, text: str) -> None:
+        """At once, before the process is reaped: nobody waits for what will not come."""
+        self._worker = self.ready = self.loading = None
+        self._totals.end_worker()
+        outboxes, self._outboxes = self._outboxes, {}
+        if self.state in ("draining", "closed"):
+            code, text = REFUSALS[self.state]
+        else:
+            self._set_state(state)
+        for outbox in outboxes.values():
+            outbox.fail(EngineError(code, text))
+
+    # ---- the end ----
+
+    async def drain(self, timeout_s: float) -> None:
+        """Takes no more, lets what runs finish for timeout_s, and closes."""
+        if self._worker is not None and self.state == "ready":
+            self._set_state("draining")
+            self._worker.send(Drain(timeout_s))
+            assert self._supervisor is not None
+            await asyncio.wait([self._supervisor], timeout=timeout_s + GRACE_S)
+        await self.close()
+
+    async def close(self) -> None:
+        """What runs fails; no worker is left. May be called again."""
+        self._set_state("closed")
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            await asyncio.wait([self._supervisor])
+        worker = self._worker
+        if worker is not None:
+            self._lose_worker("closed", *REFUSALS["closed"])
+            await worker.reap(GRACE_S)
+        if self.card.template is not None:
+            self.card.template.close()
+
+
+def _describe(status: int) -> str:
+    """An exit status as a person says it."""
+    return f"with status {status}" if status >= 0 else f"by {signal.Signals(-status).name}"

@@ -1,0 +1,87 @@
+"""The worker's end of the socket pair: a thread that listens, a lock around sending."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from cflow.engine.messages import (
+    Cancel,
+    Down,
+    FrameSplitter,
+    Heartbeat,
+    Up,
+    decode_down,
+    encode_frame,
+)
+
+HEARTBEAT_S = 0.5
+READ_BYTES = 1 << 16
+
+
+class Link:
+    """Messages for the main thread wait in an inbox. The listening thread also sends the heartbeat,
+    hands each Cancel to on_cancel at once, and ends the process when the front end is gone."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._sending = threading.Lock()
+        self._inbox: deque[Down] = deque()
+        self._has_mail = threading.Condition()
+        self.heartbeat: Callable[[], Heartbeat] = lambda: Heartbeat(0, False)
+        self.on_cancel: Callable[[int], None] = lambda request_id: None
+        threading.Thread(target=self._listen, name="link", daemon=True).start()
+
+    def send(self, message: Up) -> None:
+        frame = encode_frame(message)
+        try:
+            with self._sending:
+                self._socket.sendall(frame)
+        except OSError:
+            _end_process()
+
+    def receive(self, timeout_s: float | None) -> list[Down]:
+        """Everything in the inbox; waits for it so long (None: for ever; 0: not)."""
+        if not self._inbox and timeout_s == 0:
+            return []
+        with self._has_mail:
+            self._has_mail.wait_for(lambda: self._inbox, timeout_s)
+            messages = list(self._inbox)
+            self._inbox.clear()
+        return messages
+
+    def _listen(self) -> None:
+        splitter = FrameSplitter()
+        next_beat = time.monotonic()
+        while True:
+            if time.monotonic() >= next_beat:
+                self.send(self.heartbeat())
+                next_beat = time.monotonic() + HEARTBEAT_S
+            wait_s = max(next_beat - time.monotonic(), 0)
+            if not select.select([self._socket], [], [], wait_s)[0]:
+                continue
+            try:
+                data = self._socket.recv(READ_BYTES)
+            except OSError:
+                data = b""
+            if not data:
+                _end_process()
+            for body in splitter.feed(data):
+                self._deliver(decode_down(body))
+
+    def _deliver(self, message: Down) -> None:
+        with self._has_mail:
+            self._inbox.append(message)
+            self._has_mail.notify()
+        if isinstance(message, Cancel):
+            self.on_cancel(message.request_id)
+
+
+def _end_process() -> None:
+    """Nobody is left to answer to; whatever step runs is cut off."""
+    os._exit(0)

@@ -1,0 +1,66 @@
+"""Turns a batch into one native step, and sequences into picks from its logits."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from cflow.engine.native_types import Choice, Pick, Row, StepResult
+from cflow.engine.scheduler import Batch, Chunk
+from cflow.engine.sequence import Sequence
+
+ROW_LOGITS = 1  # CFLOW_ROW_LOGITS
+ROW_SCORE = 2  # CFLOW_ROW_SCORE
+
+
+class Context(Protocol):
+    """What is used of native.Context."""
+
+    def bind(self, sequence: int, blocks: list[int]) -> None: ...
+    def copy_block(self, source: int, target: int) -> None: ...
+    def clear_block(self, block: int) -> None: ...
+    def step(self, rows: list[Row]) -> StepResult: ...
+    def sample(self, picks: list[Pick]) -> list[Choice]: ...
+    def cancel(self) -> None: ...
+    @property
+    def stage_count(self) -> int: ...
+    @property
+    def read_bytes(self) -> int: ...
+
+
+class Runner:
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    def step(self, batch: Batch) -> StepResult:
+        """Runs the batch. NativeError: nothing was kept, the same batch may be made again."""
+        for block in batch.fresh:
+            self._context.clear_block(block)
+        for sequence in batch.rebound:
+            if sequence.slot >= 0:
+                self._context.bind(sequence.slot, sequence.blocks)
+        rows: list[Row] = []
+        for chunk in batch.chunks:
+            _append_rows(rows, chunk)
+        return self._context.step(rows)
+
+    def copy(self, blocks: list[tuple[int, int]]) -> None:
+        for source, target in blocks:
+            self._context.copy_block(source, target)
+
+    def sample(self, picks: list[tuple[int, Sequence]]) -> list[Choice]:
+        """A token for each (row, sequence), from the logits of the last step."""
+        return self._context.sample([sequence.prepare_pick(row) for row, sequence in picks])
+
+
+def _append_rows(rows: list[Row], chunk: Chunk) -> None:
+    sequence, first, n, _ = chunk
+    tokens, slot = sequence.tokens, sequence.slot
+    params = sequence.request.submit.sampling
+    n_experts, n_top = params.n_experts, params.n_prompt_logprobs or 0
+    n_scores = chunk.n_scores
+    for p in range(first, first + n_scores):
+        rows.append(Row(slot, tokens[p], p, ROW_SCORE, tokens[p + 1], n_top, n_experts))
+    for p in range(first + n_scores, first + n):
+        rows.append(Row(slot, tokens[p], p, 0, 0, 0, n_experts))
+    if chunk.is_last and params.max_tokens:
+        rows[-1] = rows[-1]._replace(flags=ROW_LOGITS)

@@ -1,0 +1,333 @@
+"""Which rows the next step computes: decodes first, then prompts in chunks, then who waits.
+
+Pure bookkeeping, no model. The worker calls schedule(), runs the batch, and reports with advance();
+a step that was cancelled is simply scheduled again. Blocks of a whole prompt are taken when it is
+admitted, so only decodes can find the memory full; then the last in rank is set back: its tokens are
+kept, its blocks given up, and it goes to the front of the line. Random numbers depend on (seed,
+choice, index) alone, so nobody sees that in an answer.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Literal, NamedTuple
+
+from cflow.engine.kv_blocks import BLOCK, BlockPool, n_blocks_for
+from cflow.engine.messages import Logprob
+from cflow.engine.native_types import Score, StepResult
+from cflow.engine.pace import Pace
+from cflow.engine.sequence import Request, Sequence
+from cflow.engine.waiting import WaitingLine
+
+Phase = Literal["queue", "prefill", "decode"]
+
+
+class Chunk(NamedTuple):
+    """Positions first .. first + n - 1 of a sequence, in rows row .. row + n - 1 of the step."""
+
+    sequence: Sequence
+    first: int
+    n: int
+    row: int
+
+    @property
+    def n_scores(self) -> int:
+        """Leading rows whose following prompt token gets a score."""
+        if not self.sequence.is_scoring:
+            return 0
+        return max(0, min(self.n, self.sequence.n_prompt - 1 - self.first))
+
+    @property
+    def is_last(self) -> bool:
+        """The sequence's next token can be sampled from the last row."""
+        return self.first + self.n == len(self.sequence.tokens)
+
+
+@dataclass(slots=True)
+class Batch:
+    """One step. rebound: sequences whose block table changed; fresh: blocks to clear."""
+
+    chunks: list[Chunk] = field(default_factory=list)
+    n_rows: int = 0
+    n_decodes: int = 0
+    rebound: list[Sequence] = field(default_factory=list)
+    fresh: list[int] = field(default_factory=list)
+    admitted: list[Sequence] = field(default_factory=list)
+
+    def add(self, sequence: Sequence, n: int) -> None:
+        self.chunks.append(Chunk(sequence, sequence.n_computed, n, self.n_rows))
+        self.n_rows += n
+
+
+@dataclass(slots=True)
+class Advance:
+    """What a step brought. picks: (row, sequence) to sample a token for; done: sequences that
+    wanted none; copies: (from, to) blocks to copy before the next step; failed: (request, status)."""
+
+    picks: list[tuple[int, Sequence]] = field(default_factory=list)
+    done: list[Sequence] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    failed: list[tuple[Request, int]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals. Tokens of the prompts looked up in the prefix cache and found there count once per
+    request, however often it is set back."""
+
+    prompt_tokens: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    preemptions: int = 0
+
+
+class Scheduler:
+    """n_blocks must hold one sequence of max_context tokens, so that the first in rank always can
+    go on."""
+
+    def __init__(self, *, n_blocks: int, max_sequences: int, max_context: int, pace: Pace) -> None:
+        assert n_blocks >= n_blocks_for(max_context)
+        self.pool = BlockPool(n_blocks)
+        self.counters = Counters()
+        self._pace = pace
+        self._slots = list(range(max_sequences - 1, -1, -1))
+        self._waiting = WaitingLine()
+        self._running: list[Sequence] = []  # by rank
+        self._requests: dict[int, Request] = {}
+        self._forked: list[Sequence] = []  # since the last step; their blocks are not bound yet
+
+    # ---- requests come and go ----
+
+    def add(self, request: Request) -> None:
+        """A new request; only its first choice waits, the others fork from it."""
+        self._requests[request.id] = request
+        self._waiting.add(request.sequences[0])
+
+    def find(self, request_id: int) -> Request | None:
+        return self._requests.get(request_id)
+
+    @property
+    def requests(self) -> list[Request]:
+        return list(self._requests.values())
+
+    @property
+    def n_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def n_waiting(self) -> int:
+        return len(self._waiting)
+
+    def remove(self, request: Request) -> Phase:
+        """Ends a request, wherever it is: where it was."""
+        phase = self._phase(request)
+        for sequence in list(request.sequences):
+            self.finish(sequence)
+        return phase
+
+    def finish(self, sequence: Sequence) -> None:
+        """Ends one choice."""
+        if sequence.slot >= 0:
+            self._stop_running(sequence)
+        elif sequence.is_waiting:
+            self._waiting.remove(sequence)
+        request = sequence.request
+        request.sequences.remove(sequence)
+        if not request.sequences:
+            del self._requests[request.id]
+
+    @staticmethod
+    def _phase(request: Request) -> Phase:
+        first = request.sequences[0]
+        if request.is_prompt_done:
+            return "decode"
+        return "prefill" if first.slot >= 0 else "queue"
+
+    # ---- a step ----
+
+    def schedule(self) -> Batch:
+        """The next step; no rows if there is nothing to do."""
+        batch = Batch(rebound=self._forked)
+        self._forked = []
+        n_preempted = self.counters.preemptions
+        self._add_decodes(batch)
+        limit = batch.n_rows + self._pace.n_prefill_rows(batch.n_rows)
+        self._add_prefills(batch, limit)
+        if self.counters.preemptions == n_preempted:
+            self._admit(batch, limit)
+        return batch
+
+    def _add_decodes(self, batch: Batch) -> None:
+        for sequence in self._running.copy():
+            if sequence.slot >= 0 and sequence.n_pending == 1 and self._grow(sequence, batch):
+                batch.add(sequence, 1)
+        batch.n_decodes = batch.n_rows
+
+    def _add_prefills(self, batch: Batch, limit: int) -> None:
+        for sequence in self._running:
+            if sequence.n_pending > 1 and batch.n_rows < limit:
+                batch.add(sequence, min(sequence.n_pending, limit - batch.n_rows))
+
+    def _admit(self, batch: Batch, limit: int) -> None:
+        while self._slots and batch.n_rows < limit:
+            sequence = self._waiting.first()
+            if sequence is None or not self._place(sequence, batch):
+                return
+            self._waiting.pop()
+            self._start_running(sequence)
+            batch.admitted.append(sequence)
+            batch.add(sequence, min(sequence.n_pending, limit - batch.n_rows))
+
+    def _place(self, sequence: Sequence, batch: Batch) -> bool:
+        """Gives a waiting sequence the blocks of its tokens, cached ones where they are known. One
+        more for each that runs must stay free, or somebody is set back at once."""
+        n_tokens = len(sequence.tokens)
+        found: list[int] = []
+        if not sequence.is_scoring:
+            # The last token is computed in any case: its logits are needed.
+            found = self.pool.find(sequence.block_keys((n_tokens - 1) // BLOCK))
+        n_fresh = n_blocks_for(n_tokens) - len(found)
+        n_needed = n_fresh + self.pool.n_idle(found) + len(self._running)
+        if n_needed > self.pool.n_free and self._running:
+            return False
+        for block in found:
+            self.pool.share(block)
+        sequence.blocks = found
+        sequence.n_computed = len(found) * BLOCK
+        sequence.n_registered = len(found)
+        for _ in range(n_fresh):
+            self._extend(sequence, batch)
+        batch.rebound.append(sequence)
+        self._count_lookup(sequence)
+        return True
+
+    def _count_lookup(self, sequence: Sequence) -> None:
+        request = sequence.request
+        if request.is_counted:
+            return
+        request.is_counted = True
+        request.n_cached = sequence.n_computed
+        self.counters.prefix_queries += sequence.n_prompt
+        self.counters.prefix_hits += request.n_cached
+
+    def _grow(self, sequence: Sequence, batch: Batch) -> bool:
+        """Makes sure the last token has a block, at the cost of those behind in rank. False: the
+        sequence itself was last, and is set back."""
+        if len(sequence.tokens) <= len(sequence.blocks) * BLOCK:
+            return True
+        while not self._extend(sequence, batch):
+            victim = self._running[-1]
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        batch.rebound.append(sequence)
+        return True
+
+    def _extend(self, sequence: Sequence, batch: Batch) -> bool:
+        block = self.pool.allocate()
+        if block is None:
+            return False
+        sequence.blocks.append(block)
+        batch.fresh.append(block)
+        return True
+
+    # ---- running or not ----
+
+    def _start_running(self, sequence: Sequence) -> None:
+        sequence.slot = self._slots.pop()
+        insort(self._running, sequence, key=_rank)
+
+    def _stop_running(self, sequence: Sequence) -> None:
+        self._running.remove(sequence)
+        self._slots.append(sequence.slot)
+        self.pool.release(sequence.blocks)
+        sequence.slot = -1
+        sequence.blocks = []
+        sequence.n_computed = 0
+
+    def _preempt(self, sequence: Sequence) -> None:
+        if sequence.is_scoring:
+            sequence.request.prompt_scores.clear()
+        self._stop_running(sequence)
+        self._waiting.add_returned(sequence)
+        self.counters.preemptions += 1
+
+    # ---- what a step brought ----
+
+    def advance(self, batch: Batch, result: StepResult) -> Advance:
+        """Takes in a step that ran."""
+        advance = Advance()
+        scores = iter(result.scores)
+        any_failed = any(result.status)
+        for chunk in batch.chunks:
+            chunk_scores = list(islice(scores, chunk.n_scores))
+            if any_failed and (status := _first_failure(result.status, chunk)):
+                advance.failed.append((chunk.sequence.request, status))
+                continue
+            chunk.sequence.request.prompt_scores += map(_logprob, chunk_scores)
+            self._advance_chunk(chunk, advance)
+        return advance
+
+    def _advance_chunk(self, chunk: Chunk, advance: Advance) -> None:
+        sequence = chunk.sequence
+        request = sequence.request
+        sequence.n_computed += chunk.n
+        self._register(sequence)
+        if sequence.n_pending:
+            return
+        is_first_time = not request.is_prompt_done
+        if is_first_time:
+            request.is_prompt_done = True
+            self.counters.prompt_tokens += sequence.n_prompt
+        if not request.submit.sampling.max_tokens:
+            advance.done += request.sequences
+            return
+        advance.picks.append((chunk.row + chunk.n - 1, sequence))
+        if is_first_time:
+            for other in request.sequences[1:]:
+                self._fork(sequence, other, chunk.row + chunk.n - 1, advance)
+
+    def _register(self, sequence: Sequence) -> None:
+        n_full = sequence.n_computed // BLOCK
+        if n_full <= sequence.n_registered:
+            return
+        keys = sequence.block_keys(n_full)
+        for i in range(sequence.n_registered, n_full):
+            self.pool.register(sequence.blocks[i], keys[i])
+        sequence.n_registered = n_full
+
+    def _fork(self, first: Sequence, other: Sequence, row: int, advance: Advance) -> None:
+        """Starts another choice from a prompt just computed: full blocks are shared, the one that
+        both go on writing is copied. Without a slot or a block it waits, and computes for itself."""
+        n_full, n_rest = divmod(first.n_computed, BLOCK)
+        copy = self.pool.allocate() if n_rest and self._slots else None
+        if not self._slots or (n_rest and copy is None):
+            self._waiting.add_returned(other)
+            return
+        for block in first.blocks[:n_full]:
+            self.pool.share(block)
+        other.blocks = first.blocks[:n_full]
+        if copy is not None:
+            other.blocks.append(copy)
+            advance.copies.append((first.blocks[n_full], copy))
+        other.n_computed = first.n_computed
+        other.n_registered = n_full
+        self._start_running(other)
+        self._forked.append(other)
+        advance.picks.append((row, other))
+
+
+def _rank(sequence: Sequence) -> tuple[int, int, int]:
+    """Smaller goes first: lower priority number, then age."""
+    request = sequence.request
+    return request.submit.priority, request.order, sequence.choice
+
+
+def _first_failure(status: list[int], chunk: Chunk) -> int:
+    return next(filter(None, status[chunk.row : chunk.row + chunk.n]), 0)
+
+
+def _logprob(score: Score) -> Logprob:
+    return Logprob(score.token, score.logprob, score.rank, score.top)

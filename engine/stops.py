@@ -1,0 +1,61 @@
+"""Stop strings in streamed text, across any borders between its pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StopStrings:
+    """Passes text on and ends it at the stop string that is complete first; of several that end at
+    the same character, at the longest. Only a suffix that may still become a stop string is held
+    back, so the result does not depend on how the text is cut into pieces."""
+
+    def __init__(self, stops: Sequence[str], *, include_stop: bool = False) -> None:
+        by_length = sorted((stop for stop in stops if stop), key=len, reverse=True)
+        self._patterns = [_Pattern(stop) for stop in by_length]
+        self._include_stop = include_stop
+        self._held = ""
+        self.matched: str | None = None
+
+    def push(self, text: str) -> str:
+        """The text that may be shown now. After a match (see .matched) there is no more."""
+        if not self._patterns:
+            return text
+        text = self._held + text
+        for end in range(len(self._held) + 1, len(text) + 1):
+            char = text[end - 1]
+            # No short cut: every pattern must see every character.
+            complete = [pattern for pattern in self._patterns if pattern.advance(char)]
+            if complete:
+                self.matched = complete[0].text
+                self._held = ""
+                return text[: end if self._include_stop else end - len(self.matched)]
+        n_held = max(pattern.n_matched for pattern in self._patterns)
+        self._held = text[len(text) - n_held :]
+        return text[: len(text) - n_held]
+
+    def flush(self) -> str:
+        """The text held back, once no more can come."""
+        held, self._held = self._held, ""
+        return held
+
+
+class _Pattern:
+    """Knuth-Morris-Pratt: n_matched is the longest prefix of text that ends the input so far."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.n_matched = 0
+        # (len(text),) longest proper prefix of text that is also a suffix of text[: i + 1]
+        self._borders = [0] * len(text)
+        for i in range(1, len(text)):
+            self._borders[i] = self._extend(self._borders[i - 1], text[i])
+
+    def advance(self, char: str) -> bool:
+        self.n_matched = self._extend(self.n_matched, char)
+        return self.n_matched == len(self.text)
+
+    def _extend(self, n: int, char: str) -> int:
+        while n and self.text[n] != char:
+            n = self._borders[n - 1]
+        return n + 1 if self.text[n] == char else 0

@@ -1,0 +1,346 @@
+"""The process that owns the model: `python -m cflow.engine.worker FD`, FD one end of a socket pair.
+
+Hello comes first, then Loading goes up until Ready. Then the loop: take messages, choose rows, run
+the step, sample, make text, send one Step. It sleeps while there is nothing to do.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import signal
+import socket
+import sys
+import time
+from collections import Counter
+
+import msgspec
+
+from cflow.engine.config import EngineConfig
+from cflow.engine.errors import EngineError
+from cflow.engine.link import Link
+from cflow.engine.loading import Load, Loaded, load
+from cflow.engine.messages import (
+    PROTOCOL,
+    Cancel,
+    Delta,
+    Down,
+    Drain,
+    Failed,
+    Fatal,
+    Finish,
+    Heartbeat,
+    Hello,
+    Loading,
+    Logprob,
+    Progress,
+    Stats,
+    Step,
+    Submit,
+)
+from cflow.engine.native_types import Choice
+from cflow.engine.pace import Pace
+from cflow.engine.runner import Runner
+from cflow.engine.scheduler import Advance, Batch, Scheduler
+from cflow.engine.sequence import Request, Sequence
+from cflow.engine.transcript import Transcript
+
+STATS_S = 0.1
+STATUS_TEXT = {
+    -3: ("internal", "weights could not be read from the disk"),
+    -4: ("internal", "weights on the disk are damaged"),
+    -7: ("numeric", "the model's output is not finite for this request"),
+}
+
+log = logging.getLogger("cflow.worker")
+
+
+class Worker:
+    """The loop and the state of all requests; used by the main thread only, but for the two methods
+    given to the link."""
+
+    def __init__(self, link: Link, config: EngineConfig, loaded: Loaded) -> None:
+        self._link = link
+        self._loaded = loaded
+        ready = loaded.ready
+        self._pace = Pace(config.max_step_ms / 1000, config.max_step_tokens)
+        self._scheduler = Scheduler(
+            n_blocks=ready.n_kv_blocks,
+            max_sequences=config.max_sequences,
+            max_context=ready.max_context,
+            pace=self._pace,
+        )
+        self._runner = Runner(loaded.context)
+        self._stats = StatsKeeper(self._scheduler, loaded)
+        self._n_requests = 0
+        self._drain_deadline: float | None = None
+        self._in_step: frozenset[int] = frozenset()  # requests of the running step
+        self._cancelled: set[int] = set()
+        link.heartbeat = self._heartbeat
+        link.on_cancel = self._cancel_step
+
+    def run(self) -> None:
+        """Until drained. The link ends the process when the front end is gone."""
+        while not self._is_drained():
+            for message in self._link.receive(self._patience()):
+                self._take(message)
+            self._step()
+            if stats := self._stats.due(self._scheduler.n_running):
+                self._link.send(stats)
+
+    def _patience(self) -> float | None:
+        """How long to wait for messages."""
+        if self._scheduler.n_running or self._scheduler.n_waiting or self._drain_deadline:
+            return 0
+        return None
+
+    # ---- called by the link's thread ----
+
+    def _heartbeat(self) -> Heartbeat:
+        return Heartbeat(self._loaded.context.stage_count, bool(self._in_step))
+
+    def _cancel_step(self, request_id: int) -> None:
+        """Cuts the running step short if nobody waits for it any more. Should the next step be hit
+        instead, it is made again."""
+        self._cancelled.add(request_id)
+        if self._in_step and self._in_step <= self._cancelled:
+            self._loaded.context.cancel()
+
+    # ---- messages ----
+
+    def _take(self, message: Down) -> None:
+        if isinstance(message, Submit):
+            self._submit(message)
+        elif isinstance(message, Cancel):
+            self._cancel(message.request_id)
+        elif isinstance(message, Drain):
+            self._drain_deadline = time.monotonic() + message.timeout_s
+
+    def _submit(self, submit: Submit) -> None:
+        request = Request(submit, self._n_requests)
+        self._n_requests += 1
+        sampling = submit.sampling
+        limit = min(sampling.max_tokens, self._loaded.ready.max_context - len(submit.prompt))
+        eos_ids = self._loaded.eos_ids
+        for choice in range(submit.n_choices):
+            transcript = Transcript(sampling, self._loaded.token_bytes, eos_ids, limit)
+            request.sequences.append(Sequence(request, choice, eos_ids, transcript))
+        self._scheduler.add(request)
+
+    def _cancel(self, request_id: int) -> None:
+        self._cancelled.discard(request_id)
+        request = self._scheduler.find(request_id)
+        if request is not None:  # else it has just ended
+            phase = self._fail(request, "cancelled", "the request was cancelled")
+            self._stats.cancelled[phase] += 1
+
+    def _fail(self, request: Request, code: str, text: str) -> str:
+        self._link.send(Failed(request.id, code, text))
+        return self._scheduler.remove(request)
+
+    def _is_drained(self) -> bool:
+        if self._drain_deadline is None:
+            return False
+        if time.monotonic() >= self._drain_deadline:
+            for request in self._scheduler.requests:
+                self._fail(request, "draining", "the server is shutting down")
+        return not self._scheduler.requests
+
+    # ---- a step ----
+
+    def _step(self) -> None:
+        batch = self._scheduler.schedule()
+        if not batch.n_rows:
+            return
+        if batch.admitted:
+            self._announce(batch)
+        requests = {chunk.sequence.request.id: chunk.sequence.request for chunk in batch.chunks}
+        self._in_step = frozenset(requests)
+        try:
+            self._run(batch)
+        except Exception as error:
+            if isinstance(error, EngineError) and error.code == "cancelled":
+                return  # what was cancelled goes with its message, the rest is made again
+            log.exception("a step of %d rows failed", batch.n_rows)
+            code = error.code if isinstance(error, EngineError) else "internal"
+            for request in requests.values():
+                if self._scheduler.find(request.id):
+                    self._fail(request, code, f"the step failed: {error}")
+        finally:
+            self._in_step = frozenset()
+
+    def _run(self, batch: Batch) -> None:
+        started = time.perf_counter()
+        result = self._runner.step(batch)
+        advance = self._scheduler.advance(batch, result)
+        self._runner.copy(advance.copies)
+        for request, status in advance.failed:
+            self._fail_row(request, status)
+        deltas = self._sample(advance)
+        deltas += [self._end_scoring(sequence) for sequence in advance.done]
+        progress = _progress(batch)
+        if deltas or progress:
+            self._link.send(Step(tuple(deltas), progress))
+        seconds = time.perf_counter() - started
+        self._pace.observe(batch.n_decodes, batch.n_rows - batch.n_decodes, seconds)
+        self._stats.count_step(seconds, sum(len(delta.tokens) for delta in deltas))
+
+    def _announce(self, batch: Batch) -> None:
+        """Tells who has left the queue, before their first step."""
+        begun = [s for s in batch.admitted if not s.request.is_prompt_done]
+        if begun:
+            progress = tuple(Progress(s.request.id, s.n_computed) for s in begun)
+            self._link.send(Step((), progress))
+
+    def _fail_row(self, request: Request, status: int) -> None:
+        if self._scheduler.find(request.id):
+            code, text = STATUS_TEXT.get(status, ("internal", f"a row failed with status {status}"))
+            self._fail(request, code, text)
+
+    def _sample(self, advance: Advance) -> list[Delta]:
+        failed = {request.id for request, _ in advance.failed}
+        picks = [pick for pick in advance.picks if pick[1].request.id not in failed]
+        if not picks:
+            return []
+        choices = self._runner.sample(picks)
+        deltas = []
+        for (_, sequence), choice in zip(picks, choices, strict=True):
+            if choice.status:
+                self._fail_row(sequence.request, choice.status)
+            elif self._scheduler.find(sequence.request.id):
+                deltas.append(self._accept(sequence, choice))
+        return deltas
+
+    def _accept(self, sequence: Sequence, choice: Choice) -> Delta:
+        sequence.append(choice.token)
+        text, finish = sequence.transcript.push(choice.token)
+        score = choice.score
+        logprobs = (Logprob(*score),) if score is not None else ()
+        if finish is not None:
+            self._scheduler.finish(sequence)
+        request = sequence.request
+        is_first = sequence.choice == 0 and sequence.transcript.n_tokens == 1
+        return Delta(
+            request.id,
+            sequence.choice,
+            (choice.token,),
+            text,
+            logprobs,
+            finish,
+            request.n_cached if is_first else None,
+            _prompt_logprobs(request) if is_first else None,
+        )
+
+    def _end_scoring(self, sequence: Sequence) -> Delta:
+        """A request for no tokens ends with its prompt."""
+        self._scheduler.finish(sequence)
+        request, is_first = sequence.request, sequence.choice == 0
+        return Delta(
+            request.id,
+            sequence.choice,
+            finish=Finish("length"),
+            n_cached=request.n_cached if is_first else None,
+            prompt_logprobs=_prompt_logprobs(request) if is_first else None,
+        )
+
+
+def _prompt_logprobs(request: Request) -> tuple[Logprob | None, ...] | None:
+    if request.submit.sampling.n_prompt_logprobs is None:
+        return None
+    return (None, *request.prompt_scores)
+
+
+def _progress(batch: Batch) -> tuple[Progress, ...]:
+    return tuple(
+        Progress(chunk.sequence.request.id, chunk.sequence.n_computed)
+        for chunk in batch.chunks
+        if chunk.n > 1 and not chunk.sequence.request.is_prompt_done
+    )
+
+
+class StatsKeeper:
+    """Totals and gauges for the front end, at most ten times a second, and once more when idle."""
+
+    def __init__(self, scheduler: Scheduler, loaded: Loaded) -> None:
+        self._scheduler = scheduler
+        self._context = loaded.context
+        self.cancelled: Counter[str] = Counter()
+        self._n_steps = 0
+        self._step_s = 0.0
+        self._n_tokens = 0
+        self._sent_at = 0.0
+        self._last: Stats | None = None
+
+    def count_step(self, seconds: float, n_tokens: int) -> None:
+        self._n_steps += 1
+        self._step_s += seconds
+        self._n_tokens += n_tokens
+
+    def due(self, n_running: int) -> Stats | None:
+        now = time.monotonic()
+        if n_running and now < self._sent_at + STATS_S:
+            return None
+        stats = self._gather()
+        if stats == self._last:
+            return None
+        self._sent_at, self._last = now, stats
+        return stats
+
+    def _gather(self) -> Stats:
+        counters, pool = self._scheduler.counters, self._scheduler.pool
+        return Stats(
+            n_running=self._scheduler.n_running,
+            n_waiting=self._scheduler.n_waiting,
+            n_kv_used=pool.n_used,
+            n_kv_blocks=pool.n_blocks,
+            prompt_tokens=counters.prompt_tokens,
+            generation_tokens=self._n_tokens,
+            prefix_queries=counters.prefix_queries,
+            prefix_hits=counters.prefix_hits,
+            preemptions=counters.preemptions,
+            steps=self._n_steps,
+            step_s=self._step_s,
+            read_bytes=self._context.read_bytes,
+            cancelled_queue=self.cancelled["queue"],
+            cancelled_prefill=self.cancelled["prefill"],
+            cancelled_decode=self.cancelled["decode"],
+        )
+
+
+def serve(sock: socket.socket, load: Load) -> int:
+    """The whole life of a worker on its end of the socket pair: the exit status."""
+    link = Link(sock)
+    try:
+        config = _await_hello(link)
+        loaded = load(config, lambda done, total: link.send(Loading(done, total)))
+    except EngineError as error:
+        link.send(Fatal(error.code, str(error)))
+        return 1
+    except Exception as error:
+        log.exception("the model could not be loaded")
+        link.send(Fatal("internal", f"{type(error).__name__}: {error}"))
+        return 1
+    worker = Worker(link, config, loaded)
+    link.send(loaded.ready)
+    worker.run()
+    return 0
+
+
+def _await_hello(link: Link) -> EngineConfig:
+    (hello,) = link.receive(None)
+    if not isinstance(hello, Hello) or hello.protocol != PROTOCOL:
+        raise EngineError("internal", f"expected Hello of protocol {PROTOCOL}, got {hello!r}")
+    return msgspec.convert(hello.engine, EngineConfig)
+
+
+def main() -> None:
+    # A terminal sends its signals to all processes in front; when to end is the front end's to say.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    faulthandler.enable()
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+    sys.exit(serve(socket.socket(fileno=int(sys.argv[1])), load))
+
+
+if __name__ == "__main__":
+    main()
