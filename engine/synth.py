@@ -36,6 +36,7 @@ def load_shape(shape: str) -> ModelSpec:
         rope = Rope(**layer.pop("rope"))
         n_layers = table.pop("n_layers")
         one = LayerSpec(rope=rope, norm_eps=table["norm_eps"], **layer)
+        one.fields(0)  # finds names of kinds that do not exist
         spec = ModelSpec(name=path.stem, layers=[one] * n_layers, **table)
         spec.check()
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
