@@ -3,9 +3,12 @@
  * A piece is walked in memory order, block by block, for up to BATCH rows of x at once: the codes
  * of a chunk (UNITS vectors of rows) of a block are decoded into registers, then every row of x
  * meets them. Sums live in acc, which stays in the first-level cache; a row's float sequence is the
- * same for any m. Weights are prefetched AHEAD bytes or a little more, in rising order and on past
- * the end of the stripe: the next one lies there. Fetching in the order of use, fields apart, lost
- * 7 % on a Zen 5. */
+ * same for any m.
+ *
+ * Weights are prefetched AHEAD bytes or a little more, in rising order and on past the end of the
+ * stripe: the next one lies there. One Zen 5 core (39 GB/s by the probe) reads q4_0 from RAM at
+ * 37-38 GB/s like this, with AVX-512; 35 fetching in the order of use, fields apart; 33 twice as
+ * far ahead; 31 into the second level instead of the first; 23 without. */
 
 enum { BATCH = 32, AHEAD = 8192 };
 
