@@ -90,7 +90,7 @@ def _q5_k(raw: Bytes) -> Planes:
     """d * scale and dmin * minimum are rounded to f16, as q8_1 keeps them: 2^-11 of each."""
     scales, minimums = _k_scales(raw[..., 4:16])
     d, dmin = (_half(raw[..., i : i + 2]).astype(np.float32)[..., None] for i in (0, 2))
-    with np.errstate(over="ignore"):  # what overflows is infinite, and refused as such
+    with np.errstate(over="ignore", invalid="ignore"):  # not finite: refused as such
         fields = {
             "d": _rows((d * scales).astype(np.float16)),
             "m": _rows((-dmin * minimums).astype(np.float16)),

@@ -35,25 +35,28 @@ def values(planes: Planes) -> Floats:
 
 
 def encode(planes: Planes, encoding: str) -> Planes:
-    """planes in another encoding, one of QUANTISERS; itself where it already is."""
+    """planes in another encoding, one of QUANTISERS; itself where it already is. What is too large
+    for it comes out infinite."""
     if planes.encoding == encoding:
         return planes
     numbers = values(planes)
     if encoding == "f32":
         return Planes("f32", numbers, {})
-    if encoding == "f16":
-        with np.errstate(over="ignore"):  # what overflows is infinite, and refused as such
-            return Planes("f16", numbers.astype(np.float16), {})
     if encoding == "bf16":
         return Planes("bf16", _bf16(numbers), {})
+    with np.errstate(over="ignore", invalid="ignore"):
+        if encoding == "f16":
+            return Planes("f16", numbers.astype(np.float16), {})
+        return _quantised(numbers, encoding)
+
+
+def _quantised(numbers: Floats, encoding: str) -> Planes:
     n_rows, n_cols = numbers.shape
     n_blocks = -(-n_cols // BLOCK_COLS)
     numbers = np.pad(numbers, ((0, 0), (0, n_blocks * BLOCK_COLS - n_cols)))
-    blocks = numbers.reshape(n_rows, n_blocks, BLOCK_COLS)
     quantiser = {"q4_0": _q4_0, "q4_1": _q4_1, "q8_0": _q8_0}[encoding]
-    codes, fields = quantiser(blocks)
-    with np.errstate(over="ignore"):
-        halves = {name: field.astype(np.float16) for name, field in fields.items()}
+    codes, fields = quantiser(numbers.reshape(n_rows, n_blocks, BLOCK_COLS))
+    halves = {name: field.astype(np.float16) for name, field in fields.items()}
     return Planes(encoding, codes.reshape(n_rows, -1)[:, :n_cols], halves)
 
 

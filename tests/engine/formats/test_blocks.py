@@ -51,3 +51,13 @@ def test_q5_k_rounds_scale_and_minimum_to_f16() -> None:
     bound = ((31 * 63 * d + 63 * dmin) * 2.0**-11).repeat(256, axis=2).reshape(want.shape)
     assert np.all(np.abs(got - want) <= bound)
     assert np.median(np.abs(got - want)) < 1e-3 * np.abs(want).max()
+
+
+@pytest.mark.parametrize("name", [name for name in BLOCK_TYPES if name.startswith("Q")])
+@pytest.mark.parametrize("scale", [np.nan, np.inf, -np.inf])
+def test_a_scale_that_is_not_finite_is_seen(name: str, scale: float) -> None:
+    raw = random_blocks(name)
+    at = 208 if name == "Q6_K" else 0
+    raw[3, 2, at : at + 2] = np.array([scale], np.float16).view(np.uint8)
+    assert BLOCK_TYPES[name].planes(random_blocks(name)).is_finite()
+    assert not BLOCK_TYPES[name].planes(raw).is_finite()

@@ -55,5 +55,7 @@ def test_an_encoding_that_already_fits_is_left_alone() -> None:
 
 def test_what_overflows_f16_is_not_finite() -> None:
     big = np.full((1, 32), 1e30, np.float32)
-    for encoding in ("f16", "q4_0", "q8_0"):
+    mixed = np.array([[3e38, -3e38] * 16], np.float32)
+    for encoding in ("f16", "q4_0", "q4_1", "q8_0"):
         assert not encode(Planes("f32", big, {}), encoding).is_finite()
+        assert not encode(Planes("f32", mixed, {}), encoding).is_finite()
