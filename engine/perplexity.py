@@ -1,0 +1,138 @@
+"""Perplexity of a model on a text: exp of the mean negative log-likelihood of its tokens.
+
+The text is cut into windows of 512 tokens that do not overlap, the beginning-of-sequence token
+included where the model's tokenizer adds one; all but a window's first token are scored.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from cflow.engine import machine
+from cflow.engine.errors import CflowError
+from cflow.engine.native import Context, Model, Row, const
+from cflow.engine.tokenizer import Tokenizer
+
+Progress = Callable[[str, int, int], None]  # what runs, how much of it is done, how much it is
+
+WINDOW = 512
+
+
+@dataclass(frozen=True)
+class PerplexityResult:
+    model: str
+    quant: str
+    perplexity: float
+    mean_nll: float  # nats a token
+    stderr_nll: float  # of mean_nll, tokens taken as independent
+    n_windows: int
+    n_scored: int
+    tokens_per_s: float
+    isa: str
+    threads: int
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def run(
+    path: Path | str,
+    text_file: Path | str,
+    *,
+    windows: int | None = None,
+    threads: int | None = None,
+    isa: str | None = None,
+    kv: str = "f16",
+    precision: str = "int8",
+    progress: Progress | None = None,
+) -> PerplexityResult:
+    """Scores the first `windows` windows of the file (None: all) with the model at `path`."""
+    threads = threads or machine.cores().threads
+    report = progress or (lambda _what, _done, _total: None)
+    text = _read(Path(text_file))
+    model = Model(
+        str(path),
+        threads=threads,
+        as_f32=precision == "f32",
+        progress=lambda done, total: report("load", done, total),
+    )
+    todo = _windows(model, text)[:windows]
+    if not todo:
+        raise CflowError(f"{text_file}: fewer than two tokens, nothing to score")
+    context = Context(
+        model,
+        threads=threads,
+        isa=isa,
+        max_rows=WINDOW,
+        max_sequences=1,
+        max_context=WINDOW,
+        n_kv_blocks=WINDOW // const.CFLOW_KV_BLOCK,
+        kv_type="f32" if precision == "f32" else kv,
+    )
+    context.bind(0, range(WINDOW // const.CFLOW_KV_BLOCK))
+    losses: list[float] = []
+    start = time.perf_counter()
+    for n_done, window in enumerate(todo):
+        report("score", n_done, len(todo))
+        losses += _losses(context, window)
+    report("score", len(todo), len(todo))
+    elapsed_s = time.perf_counter() - start
+    mean, stderr = _mean(losses)
+    return PerplexityResult(
+        model=model.metadata.get("name") or Path(path).stem,
+        quant=model.encoding,
+        perplexity=math.exp(mean),
+        mean_nll=mean,
+        stderr_nll=stderr,
+        n_windows=len(todo),
+        n_scored=len(losses),
+        tokens_per_s=len(losses) / elapsed_s,
+        isa=context.isa,
+        threads=threads,
+    )
+
+
+def _read(text_file: Path) -> str:
+    try:
+        return text_file.read_text("utf-8")
+    except OSError as error:
+        raise CflowError(f"cannot read {text_file}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise CflowError(f"{text_file} is not UTF-8 at byte {error.start}") from error
+
+
+def _windows(model: Model, text: str) -> list[list[int]]:
+    """Token ids, at most WINDOW a window; a last window with nothing to score is left out."""
+    metadata = model.metadata
+    tokenizer = Tokenizer(model.section(const.SectionId.TOKENIZER), model.token_bytes, metadata)
+    tokens = tokenizer.encode(text, add_bos=False)
+    begin = [metadata["bos_id"]] if metadata.get("add_bos") else []
+    size = WINDOW - len(begin)
+    cut = (begin + tokens[i : i + size] for i in range(0, len(tokens), size))
+    return [window for window in cut if len(window) > 1]
+
+
+def _losses(context: Context, window: Sequence[int]) -> list[float]:
+    """-log p of every token but the first."""
+    rows = [
+        Row(0, token, i, const.CFLOW_ROW_SCORE, target)
+        for i, (token, target) in enumerate(itertools.pairwise(window))
+    ]
+    result = context.step(rows)
+    if any(result.status):
+        raise CflowError("the model's logits are not finite")
+    return [-score.logprob for score in result.scores]
+
+
+def _mean(losses: Sequence[float]) -> tuple[float, float]:
+    """Mean and its standard error."""
+    n = len(losses)
+    mean = math.fsum(losses) / n
+    variance = math.fsum((loss - mean) ** 2 for loss in losses) / max(1, n - 1)
+    return mean, math.sqrt(variance / n)
