@@ -82,7 +82,8 @@ uint64_t arena_huge_bytes(const arena *a) {
 }
 
 void *memory_zeroed(size_t n, size_t size) {
-    return calloc(n ? n : 1, size ? size : 1);
+    if (size && n > SIZE_MAX / size) return NULL;
+    return n && size ? calloc(n, size) : calloc(1, 1);
 }
 
 void memory_free(void *p) {
