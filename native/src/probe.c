@@ -8,9 +8,11 @@
 
 enum { LINE = 64, PAGE = 4096, AHEAD = 4096, LINES = 4, MAX_PASSES = 1000 };
 typedef uint64_t line __attribute__((vector_size(LINE)));
+typedef void (*sum_fn)(const uint8_t *memory, size_t bytes);
 
 typedef struct {
-    const uint8_t *memory;
+    uint8_t *memory;
+    sum_fn sum;
     size_t share; /* bytes each thread reads in a pass */
     int passes;
     pool *pool;
@@ -24,7 +26,7 @@ static double now_s(void) {
 }
 
 /* Four independent sums, so that additions never wait for each other. */
-static void read_share(const uint8_t *memory, size_t bytes) {
+static inline __attribute__((always_inline)) void sum_lines(const uint8_t *memory, size_t bytes) {
     line sums[LINES] = {0};
     for (size_t at = 0; at < bytes; at += LINES * LINE)
         for (size_t i = 0; i < LINES; i++) {
@@ -35,14 +37,36 @@ static void read_share(const uint8_t *memory, size_t bytes) {
     __asm__ volatile("" ::"m"(total)); /* the sums are used */
 }
 
+/* 16-byte loads reach 0.94 of what 64-byte loads do (Zen 5): the widest are the ceiling. */
+static void sum_plain(const uint8_t *memory, size_t bytes) {
+    sum_lines(memory, bytes);
+}
+#if defined(__x86_64__)
+__attribute__((target("avx2"))) static void sum_avx2(const uint8_t *memory, size_t bytes) {
+    sum_lines(memory, bytes);
+}
+__attribute__((target("avx512f"))) static void sum_avx512(const uint8_t *memory, size_t bytes) {
+    sum_lines(memory, bytes);
+}
+#endif
+
+static sum_fn widest_sum(void) {
+#if defined(__x86_64__)
+    const char *isa = cflow_best_isa();
+    if (!strcmp(isa, "avx512vnni")) return sum_avx512;
+    if (!strcmp(isa, "avx2")) return sum_avx2;
+#endif
+    return sum_plain;
+}
+
 static void run_probe(void *arg, int thread) {
     probe *p = arg;
-    uint8_t *share = (uint8_t *)p->memory + (size_t)thread * p->share;
+    uint8_t *share = p->memory + (size_t)thread * p->share;
     memset(share, 1, p->share); /* pages that were never written share one page of zeros */
     for (int pass = 0; pass < p->passes; pass++) {
         pool_barrier(p->pool, thread);
         const double start = now_s();
-        read_share(share, p->share);
+        p->sum(share, p->share);
         pool_barrier(p->pool, thread);
         const double taken = now_s() - start;
         if (thread == 0 && (pass == 0 || taken < p->best_s)) p->best_s = taken;
@@ -54,7 +78,7 @@ cflow_status cflow_probe_bandwidth(double *bytes_per_s, uint64_t bytes, int32_t 
     *bytes_per_s = 0;
     if (passes < 1 || passes > MAX_PASSES)
         return fail(err, CFLOW_EINVAL, "%d passes; a probe takes 1 to %d", passes, MAX_PASSES);
-    probe p = {.passes = passes};
+    probe p = {.sum = widest_sum(), .passes = passes};
     cflow_status status = pool_open(&p.pool, n_threads, err);
     if (status != CFLOW_OK) return status;
     arena memory = {0};
