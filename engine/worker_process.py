@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from typing import cast
 
 from cflow.engine.messages import Down, FrameSplitter, Up, decode_up, encode_frame
 
@@ -80,8 +81,8 @@ class WorkerProcess(asyncio.Protocol):
     # ---- asyncio.Protocol ----
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        # uvloop's transports are not asyncio.Transport by inheritance.
+        self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
         for body in self._splitter.feed(data):
