@@ -217,7 +217,7 @@ static cflow_status check_form(const cflow_tensor *t, const want *w, const char 
 static cflow_status check_extent(const cflow_tensor *t, uint64_t limit, const char *name,
                                  cflow_error *err) {
     const uint64_t n = n_stripes(t), bytes = last_stripe_bytes(t);
-    if (t->offset % 64 || (n > 1 && (t->stripe_stride % 64 || t->stripe_stride < bytes)))
+    if (t->offset % 64 || (t->stripe_rows && (t->stripe_stride % 64 || t->stripe_stride < bytes)))
         return fail(err, CFLOW_EFORMAT,
                     "tensor %s: offset %llu, stride %llu for stripes of %llu bytes; both must be "
                     "multiples of 64",
