@@ -40,6 +40,7 @@ class ChatTemplate:
         """The prompt. TemplateError says what the template did not like."""
         everything = {
             **self._special_tokens,
+            "documents": None,
             **variables,
             "messages": [_normalise(message) for message in messages],
             "tools": tools,

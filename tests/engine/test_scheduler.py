@@ -1,0 +1,456 @@
+"""Scheduling on a toy model whose answers show every mistake in its KV memory."""
+
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cflow.engine.messages import SamplingParams, Submit
+from cflow.engine.pace import Pace
+from cflow.engine.runner import Runner
+from cflow.engine.scheduler import Batch, Scheduler
+from cflow.engine.sequence import Request, Sequence
+from cflow.engine.transcript import Transcript
+from oracles.toy_model import (
+    EOS,
+    N_TOKENS,
+    NOT_FINITE,
+    NUMERIC,
+    TOKEN_BYTES,
+    ToyContext,
+    continuation,
+    logprob,
+    next_token,
+)
+
+GREEDY = SamplingParams(max_tokens=12, temperature=0)
+
+
+class Machine:
+    """The worker's loop without its messages."""
+
+    def __init__(
+        self,
+        *,
+        n_blocks: int = 64,
+        max_sequences: int = 8,
+        max_context: int = 256,
+        max_rows: int = 64,
+    ) -> None:
+        self.context = ToyContext(n_blocks)
+        self.scheduler = Scheduler(
+            n_blocks=n_blocks,
+            max_sequences=max_sequences,
+            max_context=max_context,
+            pace=Pace(1.0, max_rows),
+        )
+        self.answers: dict[tuple[int, int], list[int]] = {}
+        self.finished: set[tuple[int, int]] = set()
+        self.failed: dict[int, int] = {}
+        self.requests: dict[int, Request] = {}
+        self._runner = Runner(self.context)
+        self._n = 0
+
+    def submit(
+        self,
+        prompt: Iterable[int],
+        sampling: SamplingParams = GREEDY,
+        *,
+        n_choices: int = 1,
+        key: str = "",
+        priority: int = 0,
+    ) -> int:
+        submit = Submit(self._n, tuple(prompt), n_choices, sampling, key, priority)
+        request = Request(submit, self._n)
+        for choice in range(n_choices):
+            transcript = Transcript(sampling, TOKEN_BYTES, (EOS,), sampling.max_tokens)
+            request.sequences.append(Sequence(request, choice, (EOS,), transcript))
+            self.answers[self._n, choice] = []
+        self.requests[self._n] = request
+        self.scheduler.add(request)
+        self._n += 1
+        return request.id
+
+    def step(self) -> Batch:
+        batch = self.scheduler.schedule()
+        if not batch.n_rows:
+            return batch
+        advance = self.scheduler.advance(batch, self._runner.step(batch))
+        self._runner.copy(advance.copies)
+        for request, status in advance.failed:
+            if self.scheduler.find(request.id):
+                self.scheduler.remove(request)
+                self.failed[request.id] = status
+        for sequence in advance.done:
+            self._finish(sequence)
+        picks = [pick for pick in advance.picks if pick[1].request.id not in self.failed]
+        for (_, sequence), choice in zip(picks, self._runner.sample(picks), strict=True):
+            sequence.append(choice.token)
+            self.answers[sequence.request.id, sequence.choice].append(choice.token)
+            if sequence.transcript.push(choice.token)[1]:
+                self._finish(sequence)
+        return batch
+
+    def _finish(self, sequence: Sequence) -> None:
+        self.finished.add((sequence.request.id, sequence.choice))
+        self.scheduler.finish(sequence)
+
+    def run(self, max_steps: int = 2000) -> None:
+        """Until nothing is left; too many steps are a livelock."""
+        for _ in range(max_steps):
+            if not self.step().n_rows:
+                break
+        assert not self.scheduler.requests
+        assert self.scheduler.pool.n_used == 0
+        assert self.scheduler.n_running == self.scheduler.n_waiting == 0
+
+    def cancel(self, request_id: int) -> str:
+        return self.scheduler.remove(self.requests[request_id])
+
+
+def prompt(n: int, first: int = 10) -> list[int]:
+    return [first + i % 50 for i in range(n)]
+
+
+def expected(request: Request, choice: int) -> list[int]:
+    return continuation(request.submit.prompt, request.submit.sampling, choice)
+
+
+def check_answers(machine: Machine) -> None:
+    for id, choice in machine.finished:
+        assert machine.answers[id, choice] == expected(machine.requests[id], choice)
+
+
+# ---- steps ----
+
+
+def test_decodes_come_first_and_prefill_fills_the_rest() -> None:
+    machine = Machine(max_rows=40)
+    machine.submit(prompt(5), SamplingParams(max_tokens=50, ignore_eos=True))
+    machine.step()
+    machine.submit(prompt(70, first=90))
+    batch = machine.step()
+    assert [(chunk.sequence.request.id, chunk.n) for chunk in batch.chunks] == [(0, 1), (1, 39)]
+    batch = machine.step()
+    assert [(chunk.sequence.request.id, chunk.n) for chunk in batch.chunks] == [(0, 1), (1, 31)]
+    machine.run()
+    assert machine.answers[1, 0] == expected(machine.requests[1], 0)
+
+
+@pytest.mark.parametrize("max_rows", [8, 13, 200])
+def test_answers_do_not_depend_on_the_size_of_chunks(max_rows: int) -> None:
+    machine = Machine(max_rows=max_rows)
+    for i in range(5):
+        machine.submit(prompt(20 + 30 * i, first=10 + i))
+    machine.run()
+    assert len(machine.finished) == 5
+    check_answers(machine)
+
+
+def test_an_idle_scheduler_has_no_rows() -> None:
+    assert Machine().step().n_rows == 0
+
+
+def test_a_failed_row_ends_its_request_alone() -> None:
+    machine = Machine()
+    machine.submit(prompt(40))
+    machine.submit([*prompt(10), NOT_FINITE, *prompt(30)], n_choices=2)
+    machine.submit(prompt(50, first=20))
+    machine.run()
+    assert machine.failed == {1: NUMERIC}
+    assert machine.finished == {(0, 0), (2, 0)}
+    check_answers(machine)
+
+
+# ---- who runs ----
+
+
+def order_of_admission(machine: Machine) -> list[int]:
+    order = []
+    while machine.scheduler.requests:
+        order += [sequence.request.id for sequence in machine.step().admitted]
+    return order
+
+
+def test_keys_take_turns() -> None:
+    machine = Machine(max_sequences=1)
+    for key in "aaaabc":
+        machine.submit(prompt(3), key=key)
+    assert order_of_admission(machine) == [0, 4, 5, 1, 2, 3]
+
+
+def test_a_smaller_priority_number_goes_first() -> None:
+    machine = Machine(max_sequences=1)
+    for priority in (5, 0, -3, 0):
+        machine.submit(prompt(3), priority=priority)
+    assert order_of_admission(machine) == [2, 1, 3, 0]
+
+
+def test_no_more_run_than_there_are_slots() -> None:
+    machine = Machine(max_sequences=3)
+    for i in range(10):
+        machine.submit(prompt(4, first=10 + i), n_choices=2)
+    while machine.scheduler.requests:
+        machine.step()
+        assert machine.scheduler.n_running <= 3
+    assert len(machine.finished) == 20
+    check_answers(machine)
+
+
+# ---- the prefix cache ----
+
+
+def n_cached(machine: Machine, tokens: list[int], **changes: int) -> int:
+    id = machine.submit(tokens, SamplingParams(max_tokens=12, temperature=0, **changes))
+    machine.run()
+    assert machine.answers[id, 0] == expected(machine.requests[id], 0)
+    return machine.requests[id].n_cached
+
+
+@pytest.mark.parametrize(
+    ("n", "cached"), [(31, 0), (32, 0), (33, 32), (64, 32), (65, 64), (100, 96)]
+)
+def test_whole_blocks_are_found_again_but_never_the_last_token(n: int, cached: int) -> None:
+    machine = Machine()
+    assert n_cached(machine, prompt(n)) == 0
+    assert n_cached(machine, prompt(n)) == cached
+    assert machine.scheduler.counters.prefix_queries == 2 * n
+    assert machine.scheduler.counters.prefix_hits == cached
+
+
+def test_prompts_share_what_they_begin_with() -> None:
+    machine = Machine()
+    assert n_cached(machine, prompt(100)) == 0
+    assert n_cached(machine, [*prompt(70), 99, *prompt(29)]) == 64
+    assert n_cached(machine, [99, *prompt(99)]) == 0
+
+
+def test_an_answer_is_found_as_part_of_the_next_prompt() -> None:
+    machine = Machine()
+    sampling = SamplingParams(max_tokens=60, ignore_eos=True)
+    machine.submit(prompt(40), sampling)
+    machine.run()
+    assert n_cached(machine, prompt(40) + machine.answers[0, 0] + [50]) == 96
+
+
+def test_another_number_of_experts_shares_nothing() -> None:
+    machine = Machine()
+    assert n_cached(machine, prompt(70)) == 0
+    assert n_cached(machine, prompt(70), n_experts=1) == 0
+    assert n_cached(machine, prompt(70), n_experts=1) == 64
+
+
+def test_a_cancelled_prefill_leaves_only_blocks_it_computed() -> None:
+    machine = Machine(max_rows=40)
+    machine.submit(prompt(120))
+    machine.step()
+    assert machine.cancel(0) == "prefill"
+    assert n_cached(machine, prompt(120)) == 32
+
+
+def test_a_row_that_failed_is_not_cached() -> None:
+    machine = Machine()
+    tokens = [*prompt(10), NOT_FINITE, *prompt(40)]
+    machine.submit(tokens)
+    machine.run()
+    machine.submit(tokens)
+    machine.run()
+    assert machine.failed == {0: NUMERIC, 1: NUMERIC}
+
+
+def test_evicted_prefixes_are_computed_again() -> None:
+    machine = Machine(n_blocks=8)
+    for first in (10, 60, 110, 10):
+        assert n_cached(machine, prompt(130, first=first)) == 0
+
+
+# ---- choices ----
+
+
+@pytest.mark.parametrize("n", [32, 40, 63, 64])
+def test_choices_share_the_prompt_and_differ_in_their_tokens(n: int) -> None:
+    machine = Machine()
+    id = machine.submit(prompt(n), SamplingParams(max_tokens=40, seed=5), n_choices=4)
+    machine.step()
+    assert machine.scheduler.pool.n_used == n // 32 + (4 if n % 32 else 0)
+    machine.run()
+    assert sum(machine.context.n_rows) < n + 4 * 40
+    assert len({tuple(machine.answers[id, choice]) for choice in range(4)}) == 4
+    check_answers(machine)
+
+
+def test_choices_without_a_slot_wait_and_get_the_same_tokens() -> None:
+    machine = Machine(max_sequences=2)
+    machine.submit(prompt(50), SamplingParams(max_tokens=20, seed=1), n_choices=5)
+    machine.run()
+    assert len(machine.finished) == 5
+    check_answers(machine)
+
+
+def test_a_first_choice_that_ends_at_once_leaves_the_others_their_prompt() -> None:
+    seed = next(s for s in range(1000) if _first(prompt(40), s) == EOS)
+    machine = Machine(n_blocks=8)
+    machine.submit(prompt(40), SamplingParams(max_tokens=30, seed=seed), n_choices=3)
+    machine.submit(prompt(60, first=99))
+    machine.run()
+    assert machine.answers[0, 0] == [EOS]
+    check_answers(machine)
+
+
+def _first(tokens: list[int], seed: int) -> int:
+    return continuation(tokens, SamplingParams(max_tokens=1, seed=seed))[0]
+
+
+# ---- memory runs out ----
+
+
+def test_preemption_does_not_show_in_answers() -> None:
+    machine = Machine(n_blocks=8, max_context=256)
+    sampling = SamplingParams(max_tokens=100, ignore_eos=True, seed=3)
+    for i in range(4):
+        machine.submit(prompt(40, first=10 + i), sampling)
+    machine.run()
+    assert machine.scheduler.counters.preemptions > 0
+    for id in range(4):
+        assert machine.answers[id, 0] == _no_eos(machine.requests[id])
+
+
+def _no_eos(request: Request) -> list[int]:
+    """The right answer where the end token does not end it."""
+    tokens = list(request.submit.prompt)
+    sampling = request.submit.sampling
+    for index in range(sampling.max_tokens):
+        tokens.append(next_token(tokens, sampling.seed, 0, index))
+    return tokens[len(request.submit.prompt) :]
+
+
+def test_the_youngest_of_the_least_urgent_is_set_back() -> None:
+    machine = Machine(n_blocks=6, max_context=192)
+    sampling = SamplingParams(max_tokens=100, ignore_eos=True)
+    for priority in (0, 1, 0):
+        machine.submit(prompt(30), sampling, priority=priority)
+    machine.step()
+    assert machine.scheduler.n_running == 3
+    while not machine.scheduler.counters.preemptions:
+        machine.step()
+    assert machine.requests[1].sequences[0].is_waiting
+    assert machine.requests[0].sequences[0].slot >= 0
+    assert machine.requests[2].sequences[0].slot >= 0
+    machine.run()
+
+
+def test_a_sequence_can_fill_the_whole_memory() -> None:
+    machine = Machine(n_blocks=4, max_context=128)
+    sampling = SamplingParams(max_tokens=98, ignore_eos=True)
+    machine.submit(prompt(30), sampling)
+    machine.submit(prompt(30, first=11), sampling)
+    machine.run()
+    assert len(machine.finished) == 2
+
+
+# ---- prompt scores ----
+
+
+def test_prompt_scores_are_complete_however_the_prompt_is_cut_and_cached() -> None:
+    machine = Machine(max_rows=16)
+    tokens = prompt(70)
+    machine.submit(tokens)
+    machine.run()
+    id = machine.submit(tokens, SamplingParams(max_tokens=3, n_prompt_logprobs=2))
+    machine.run()
+    request = machine.requests[id]
+    assert request.n_cached == 0
+    assert [score.token for score in request.prompt_scores] == tokens[1:]
+    assert [score.logprob for score in request.prompt_scores] == [
+        logprob(tuple(tokens[:i]), tokens[i]) for i in range(1, 70)
+    ]
+    assert all(len(score.top) == 2 for score in request.prompt_scores)
+
+
+def test_a_request_for_no_tokens_ends_with_its_prompt() -> None:
+    machine = Machine()
+    id = machine.submit(prompt(70), SamplingParams(max_tokens=0, n_prompt_logprobs=0), n_choices=2)
+    machine.run()
+    assert machine.finished == {(id, 0), (id, 1)}
+    assert machine.answers[id, 0] == []
+    assert len(machine.requests[id].prompt_scores) == 69
+
+
+def test_scores_of_a_prompt_that_was_set_back_count_once() -> None:
+    machine = Machine(n_blocks=9, max_context=256, max_rows=4)
+    machine.submit(prompt(90), SamplingParams(max_tokens=100, ignore_eos=True))
+    while not machine.answers[0, 0]:
+        machine.step()
+    scored = machine.submit(
+        prompt(160, first=60), SamplingParams(max_tokens=2, n_prompt_logprobs=0)
+    )
+    request = machine.requests[scored]
+    while not machine.scheduler.counters.preemptions:
+        n_scores = len(request.prompt_scores)
+        machine.step()
+    assert 0 < n_scores < 159
+    machine.run()
+    assert [score.token for score in request.prompt_scores] == prompt(160, first=60)[1:]
+
+
+# ---- the end of requests ----
+
+
+def test_cancelling_says_in_which_phase_it_was() -> None:
+    machine = Machine(max_sequences=2, max_rows=32)
+    sampling = SamplingParams(max_tokens=100, ignore_eos=True)
+    machine.submit(prompt(4), sampling)
+    machine.step()
+    machine.submit(prompt(100), sampling)
+    machine.submit(prompt(100), sampling, n_choices=3)
+    machine.step()
+    assert [machine.cancel(id) for id in (2, 1, 0)] == ["queue", "prefill", "decode"]
+    assert machine.scheduler.pool.n_used == 0
+    assert machine.step().n_rows == 0
+
+
+# ---- everything at once ----
+
+events = st.lists(
+    st.one_of(
+        st.tuples(
+            st.just("submit"),
+            st.integers(1, 120),  # prompt length
+            st.integers(0, 3),  # which prompt
+            st.integers(0, 60),  # max_tokens
+            st.integers(1, 3),  # choices
+            st.integers(0, 1),  # priority
+        ),
+        st.tuples(st.just("cancel"), st.integers(0, 20)),
+        st.tuples(st.just("step"), st.integers(1, 10)),
+    ),
+    max_size=40,
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(events=events, n_blocks=st.integers(6, 20), max_rows=st.sampled_from([4, 17, 64]))
+def test_any_history_of_requests_gives_right_answers_and_leaves_nothing(
+    events: list[tuple[str, *tuple[int, ...]]], n_blocks: int, max_rows: int
+) -> None:
+    machine = Machine(n_blocks=n_blocks, max_sequences=4, max_context=181, max_rows=max_rows)
+    for name, *numbers in events:
+        if name == "submit":
+            n, which, max_tokens, n_choices, priority = numbers
+            scores = 0 if which == 3 or not max_tokens else None
+            sampling = SamplingParams(max_tokens=max_tokens, seed=which, n_prompt_logprobs=scores)
+            tokens = prompt(n, first=10 + which)
+            machine.submit(tokens, sampling, n_choices=n_choices, priority=priority)
+        elif name == "cancel":
+            if machine.scheduler.find(numbers[0]):
+                machine.cancel(numbers[0])
+        else:
+            for _ in range(numbers[0]):
+                machine.step()
+    machine.run()
+    check_answers(machine)
+    for id, request in machine.requests.items():
+        assert max(request.submit.prompt) < N_TOKENS
+        if (id, 0) in machine.finished and request.submit.sampling.n_prompt_logprobs is not None:
+            assert len(request.prompt_scores) == len(request.submit.prompt) - 1

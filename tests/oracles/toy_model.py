@@ -1,0 +1,126 @@
+"""A language model without arithmetic: the next token is a hash of all tokens before it.
+
+ToyContext stands in for native.Context. Its KV memory holds tokens, and every row reads its whole
+history back through the block table, so a block shared, copied, freed or cleared wrongly changes
+the answer or raises. `continuation` gives the right answer without any KV memory.
+"""
+
+import threading
+import time
+from collections.abc import Sequence
+from hashlib import blake2b
+
+from cflow.engine.errors import EngineError
+from cflow.engine.messages import SamplingParams
+from cflow.engine.native_types import Choice, Pick, Row, Score, StepResult, TokenBytes
+
+EOS = 256
+N_TOKENS = 257
+BLOCK = 32
+LOGITS, SCORE = 1, 2
+NUMERIC = -7
+
+# Tokens that do something to the step they are in.
+RAISES, NOT_FINITE, HANGS = 1, 2, 3
+
+TOKEN_BYTES = TokenBytes([bytes([i]) for i in range(256)] + [b"<eos>"], bytes(256) + b"\1")
+
+
+def digest(*values: object) -> int:
+    return int.from_bytes(blake2b(repr(values).encode(), digest_size=8).digest(), "little")
+
+
+def next_token(history: Sequence[int], seed: int, choice: int, index: int) -> int:
+    """A letter, or now and then the end."""
+    value = digest(tuple(history), seed, choice, index)
+    return EOS if value % 40 == 0 else ord("a") + value // 40 % 26
+
+
+def logprob(history: Sequence[int], target: int) -> float:
+    return -1 - digest(tuple(history), target) % 1000 / 100
+
+
+def continuation(prompt: Sequence[int], sampling: SamplingParams, choice: int = 0) -> list[int]:
+    """The tokens of an answer, the end token included."""
+    history = [seen(token, sampling.n_experts) for token in prompt]
+    answer: list[int] = []
+    while len(answer) < sampling.max_tokens and answer[-1:] != [EOS]:
+        answer.append(next_token(history, sampling.seed, choice, len(answer)))
+        history.append(seen(answer[-1], sampling.n_experts))
+    return answer
+
+
+def seen(token: int, n_experts: int) -> int:
+    """What the KV memory keeps of a token."""
+    return token + 1000 * n_experts
+
+
+class ToyContext:
+    def __init__(self, n_blocks: int, *, step_s: float = 0.0) -> None:
+        self.step_s = step_s
+        self.stage_count = 0
+        self.read_bytes = 0
+        self.n_rows: list[int] = []  # of each step so far
+        self._memory: list[list[int | None]] = [[None] * BLOCK for _ in range(n_blocks)]
+        self._tables: dict[int, list[int]] = {}
+        self._histories: dict[int, tuple[int, ...]] = {}
+        self._cancelled = threading.Event()
+
+    def bind(self, sequence: int, blocks: Sequence[int]) -> None:
+        self._tables[sequence] = list(blocks)
+
+    def copy_block(self, source: int, target: int) -> None:
+        self._memory[target] = list(self._memory[source])
+
+    def clear_block(self, block: int) -> None:
+        self._memory[block] = [None] * BLOCK
+
+    def cancel(self) -> None:
+        self._cancelled.set()
+
+    def step(self, rows: Sequence[Row]) -> StepResult:
+        tokens = {row.token for row in rows}
+        if RAISES in tokens:
+            raise RuntimeError("a poisoned token")
+        if HANGS in tokens:
+            time.sleep(3600)
+        self._cancelled.clear()
+        self._histories = {}
+        if self._cancelled.wait(self.step_s):
+            raise EngineError("cancelled", "the step was cancelled")
+        scores = [score for i, row in enumerate(rows) if (score := self._run(i, row))]
+        self.stage_count += 1
+        self.read_bytes += 1000
+        self.n_rows.append(len(rows))
+        return StepResult([NUMERIC if row.token == NOT_FINITE else 0 for row in rows], scores)
+
+    def _run(self, i: int, row: Row) -> Score | None:
+        table = self._tables[row.sequence]
+        self._memory[table[row.position // BLOCK]][row.position % BLOCK] = seen(
+            row.token, row.n_experts
+        )
+        history = tuple(
+            token
+            for p in range(row.position + 1)
+            if (token := self._memory[table[p // BLOCK]][p % BLOCK]) is not None
+        )
+        assert len(history) == row.position + 1, f"{row}: reads a position nobody wrote"
+        if row.flags & LOGITS:
+            self._histories[i] = history
+        if not row.flags & SCORE:
+            return None
+        return Score(row.target, logprob(history, row.target), 0, ((7, -0.5),) * row.n_top)
+
+    def sample(self, picks: Sequence[Pick]) -> list[Choice]:
+        return [self._choose(pick) for pick in picks]
+
+    def _choose(self, pick: Pick) -> Choice:
+        history = self._histories[pick.row]
+        token = next_token(history, pick.seed, pick.choice, pick.index)
+        if pick.bias_ids is not None and pick.bias is not None:
+            bias = dict(zip(pick.bias_ids.tolist(), pick.bias.tolist(), strict=True))
+            token = max(bias, key=bias.__getitem__) if max(bias.values()) >= 100 else token
+            if bias.get(token, 0) <= -100:
+                token = ord("-")
+        score = Score(token, logprob(history, token), 0, ()) if pick.n_top >= 0 else None
+        return Choice(0, token, score)

@@ -1,0 +1,49 @@
+"""A real worker process around the toy model: `python toy_worker.py FD`.
+
+The model's name in the config is its settings: "step_s=0.01 n_blocks=64 load_s=1 fail=the reason".
+"""
+
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+
+from cflow.engine.config import EngineConfig
+from cflow.engine.errors import ModelError
+from cflow.engine.loading import Loaded
+from cflow.engine.messages import PROTOCOL, Ready
+from cflow.engine.worker import serve
+from oracles.toy_model import EOS, TOKEN_BYTES, ToyContext
+
+
+def load(config: EngineConfig, progress: Callable[[int, int], None]) -> Loaded:
+    settings = dict(part.split("=") for part in config.model.split())
+    progress(1, 2)
+    time.sleep(float(settings.get("load_s", 0)))
+    if "fail" in settings:
+        raise ModelError(settings["fail"])
+    n_blocks = int(settings.get("n_blocks", 64))
+    context = ToyContext(n_blocks, step_s=float(settings.get("step_s", 0)))
+    ready = Ready(
+        protocol=PROTOCOL,
+        pid=os.getpid(),
+        isa="toy",
+        n_threads=1,
+        n_kv_blocks=n_blocks,
+        max_context=min(config.context or 1024, 32 * n_blocks),
+        resident_bytes=0,
+        huge_bytes=0,
+        kv_bytes=0,
+        scratch_bytes=0,
+        load_s=0.0,
+    )
+    return Loaded(context, TOKEN_BYTES, (EOS,), ready)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.disable()
+    sys.exit(serve(socket.socket(fileno=int(sys.argv[1])), load))
