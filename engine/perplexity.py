@@ -100,7 +100,7 @@ def run(
 
 def _read(text_file: Path) -> str:
     try:
-        return text_file.read_text("utf-8")
+        return text_file.read_bytes().decode()  # read_text would turn \r\n into \n
     except OSError as error:
         raise CflowError(f"cannot read {text_file}: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -111,6 +111,12 @@ static void apply_mask(const uint32_t *mask, float *x, int32_t n) {
     }
 }
 
+/* Written so that a NaN fails. What would lead outside of arrays must not come in here. */
+static int is_valid(const cflow_pick *p) {
+    return p->temperature >= 0 && isfinite(p->temperature) && p->min_p >= 0 && p->min_p <= 1 &&
+           p->top_p >= 0 && p->n_prompt >= 0;
+}
+
 static int changes_logits(const cflow_pick *p) {
     return p->repetition_penalty != 1 || p->frequency_penalty != 0 || p->presence_penalty != 0 ||
            p->n_bias > 0 || p->mask;
@@ -252,6 +258,7 @@ cflow_status sample_row(const kernels *k, const float *logits, int32_t n_vocab, 
     candidates c = {.weight = scratch + n_vocab, .id = (int32_t *)(scratch + 2 * (size_t)n_vocab)};
     const float *x = logits;
     out->score = (cflow_score){.token = -1};
+    if (!is_valid(pick)) return CFLOW_EINVAL;
     if (!isfinite(k->max(logits, (uint32_t)n_vocab))) return CFLOW_ENUMERIC;
     if (changes_logits(pick)) {
         memcpy(scratch, logits, (size_t)n_vocab * sizeof *scratch);

@@ -25,7 +25,8 @@ size_t sample_scratch(int32_t n_vocab);
  * equals the smaller ids, top_p: the fewest that hold top_p of what is left stay, at least one, the
  * inverse of the cumulative weights at a 53-bit uniform number from philox((choice, index, 0, 0),
  * seed). n_bias ids and n_history tokens are below n_vocab. Returns ENUMERIC where the largest
- * logit is not finite, EINVAL where nothing is allowed; the token is then -1. */
+ * logit is not finite, EINVAL where nothing is allowed or temperature, top_p or min_p are out of
+ * range; the token is then -1. */
 cflow_status sample_row(const kernels *k, const float *logits, int32_t n_vocab, int32_t n_tokens,
                         const cflow_pick *pick, float *scratch, cflow_choice *out);
 

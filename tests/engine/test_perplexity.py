@@ -14,7 +14,7 @@ from cflow.engine.errors import CflowError
 from cflow.engine.native import Model
 from oracles import tiny
 
-TEXT = "".join(chr(32 + (i * i + 7 * i) % 95) for i in range(1100))
+TEXT = "".join(chr(32 + (i * i + 7 * i) % 95) for i in range(1090)) + 5 * "\r\n"
 BOS = 1
 
 
@@ -32,7 +32,7 @@ def path(oracle: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> P
 
 @pytest.fixture
 def text_file(tmp_path: Path) -> Path:
-    (tmp_path / "text").write_text(TEXT)
+    (tmp_path / "text").write_bytes(TEXT.encode())
     return tmp_path / "text"
 
 

@@ -281,6 +281,23 @@ static void mask_and_tokenizer_bound_what_can_come(void) {
     CHECK(status_of(&pick, 990) == CFLOW_EINVAL, "the mask allows a token past the tokenizer");
 }
 
+static void parameters_out_of_range_are_refused(void) {
+    const float temperatures[] = {-1, NAN, INFINITY}, shares[] = {-0.1f, 1.1f, NAN};
+    random_logits(14, 1);
+    for (int i = 0; i < 3; i++) {
+        cflow_pick pick = plain();
+        pick.temperature = temperatures[i];
+        CHECK(status_of(&pick, N) == CFLOW_EINVAL, "temperature %g", (double)temperatures[i]);
+        pick = plain();
+        pick.min_p = shares[i];
+        CHECK(status_of(&pick, N) == CFLOW_EINVAL, "min_p %g", (double)shares[i]);
+        pick = plain();
+        pick.top_p = shares[i];
+        const cflow_status expected = shares[i] > 1 ? CFLOW_OK : CFLOW_EINVAL;
+        CHECK(status_of(&pick, N) == expected, "top_p %g", (double)shares[i]);
+    }
+}
+
 static void logits_that_are_not_finite_are_refused(void) {
     const cflow_pick pick = plain();
     random_logits(11, 1);
@@ -368,6 +385,7 @@ int main(void) {
     penalties_count_prompt_and_output();
     bias_bans_and_forces();
     mask_and_tokenizer_bound_what_can_come();
+    parameters_out_of_range_are_refused();
     logits_that_are_not_finite_are_refused();
     scores_are_log_probabilities();
     a_choice_carries_its_raw_score();
