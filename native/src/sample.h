@@ -16,17 +16,20 @@ void score_row(const kernels *k, const float *logits, int32_t n_vocab, int32_t t
 size_t sample_scratch(int32_t n_vocab);
 
 /* Chooses a token below n_tokens as cflow_pick says, in this order:
- *   repetition penalty over prompt and output (logits above 0 divided, others multiplied),
- *   frequency and presence penalties over the output,
- *   bias: -100 and below bans, 100 and above adds 1000, so that it wins over any unbiased token,
- *   mask, which no bias overrules,
- *   temperature 0: the largest logit, of equals the smallest id; else softmax of logits /
- * temperature, min_p: weights below min_p times the largest go, top_k: the k largest stay, of
- * equals the smaller ids, top_p: the fewest that hold top_p of what is left stay, at least one, the
- * inverse of the cumulative weights at a 53-bit uniform number from philox((choice, index, 0, 0),
- * seed). n_bias ids and n_history tokens are below n_vocab. Returns ENUMERIC where the largest
- * logit is not finite, EINVAL where nothing is allowed or temperature, top_p or min_p are out of
- * range; the token is then -1. */
+ * - repetition penalty over prompt and output: logits above 0 divided, others multiplied
+ * - frequency and presence penalties over the output
+ * - bias: -100 and below bans; 100 and above adds 1000, which wins over any unbiased token
+ * - mask, which no bias overrules
+ * - temperature 0: the largest logit, of equals the smallest id; otherwise logits / temperature
+ * - softmax weights; those below min_p times the largest go
+ * - top_k: the k largest stay, of equals the smaller ids
+ * - top_p: the fewest that hold top_p of what is left stay, at least one
+ * - the inverse of the cumulative weights at a 53-bit uniform number from
+ *   philox((choice, index, 0, 0), seed)
+ *
+ * n_bias ids and n_history tokens are below n_vocab. Returns ENUMERIC where the largest logit is
+ * not finite, EINVAL where nothing is allowed or temperature, top_p or min_p are out of range; the
+ * token is then -1. */
 cflow_status sample_row(const kernels *k, const float *logits, int32_t n_vocab, int32_t n_tokens,
                         const cflow_pick *pick, float *scratch, cflow_choice *out);
 
