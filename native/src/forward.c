@@ -276,7 +276,7 @@ static void run_scores(cflow_ctx *ctx, int thread) {
             const int32_t row = s->score_rows[at + i];
             cflow_score *score = &s->scores[at + i];
             score_row(&ctx->k, ctx->score_logits + i * ctx->vocab_ld, n_vocab, s->rows[row].target,
-                      s->rows[row].n_top, ctx_scratch(ctx, thread), score);
+                      s->rows[row].n_top, score);
             if (!isfinite(score->logprob)) s->row_status[row] = CFLOW_ENUMERIC;
         }
         pool_barrier(ctx->pool, thread);

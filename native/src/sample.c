@@ -55,8 +55,7 @@ static int32_t count_above(const float *x, int32_t n, float bound) {
 }
 
 void score_row(const kernels *k, const float *logits, int32_t n_vocab, int32_t target,
-               int32_t n_top, float *scratch, cflow_score *out) {
-    (void)scratch;
+               int32_t n_top, cflow_score *out) {
     const float largest = k->max(logits, (uint32_t)n_vocab);
     *out = (cflow_score){.token = target, .logprob = NAN};
     if (!isfinite(largest)) return;

@@ -10,7 +10,7 @@ void philox(const uint32_t counter[4], uint64_t key, uint32_t out[4]);
 /* Log-probabilities under softmax of the raw logits (n_vocab,): of `target` and of the n_top best,
  * at most CFLOW_MAX_TOP. Logits that are not finite give a logprob of NaN. */
 void score_row(const kernels *k, const float *logits, int32_t n_vocab, int32_t target,
-               int32_t n_top, float *scratch, cflow_score *out);
+               int32_t n_top, cflow_score *out);
 
 /* Floats of scratch that sample_row needs. */
 size_t sample_scratch(int32_t n_vocab);

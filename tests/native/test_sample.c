@@ -320,7 +320,7 @@ static void scores_are_log_probabilities(void) {
     for (int32_t target = 0; target < N; target += 37) {
         int32_t rank = 0;
         for (int i = 0; i < N; i++) rank += logits[i] > logits[target];
-        score_row(&k, logits, N, target, 5, scratch, &score);
+        score_row(&k, logits, N, target, 5, &score);
         CHECK(score.token == target && score.rank == rank, "rank %d of %d", score.rank, target);
         CHECK(fabs(score.logprob - (logits[target] - log(sum))) < 1e-5, "%g", score.logprob);
     }
@@ -334,10 +334,10 @@ static void scores_are_log_probabilities(void) {
         CHECK(i == 0 || score.top_logprobs[i] <= score.top_logprobs[i - 1], "top %d out of order",
               i);
     }
-    score_row(&k, logits, 3, 1, CFLOW_MAX_TOP, scratch, &score);
+    score_row(&k, logits, 3, 1, CFLOW_MAX_TOP, &score);
     CHECK(score.n_top == 3, "%d best of 3", score.n_top);
     logits[3] = NAN;
-    score_row(&k, logits, N, 1, 0, scratch, &score);
+    score_row(&k, logits, N, 1, 0, &score);
     CHECK(isnan(score.logprob), "NaN passed");
 }
 
@@ -351,7 +351,7 @@ static void a_choice_carries_its_raw_score(void) {
     pick.top_k = 2;
     pick.n_top = 4;
     CHECK(!sample_row(&k, logits, N, N, &pick, scratch, &out), "status");
-    score_row(&k, logits, N, out.score.token, 4, scratch, &score);
+    score_row(&k, logits, N, out.score.token, 4, &score);
     CHECK(!memcmp(&out.score, &score, sizeof score), "scores differ");
 }
 
