@@ -12,7 +12,6 @@ import signal
 import socket
 import sys
 import time
-from collections import Counter
 
 import msgspec
 
@@ -34,7 +33,6 @@ from cflow.engine.messages import (
     Loading,
     Logprob,
     Progress,
-    Stats,
     Step,
     Submit,
 )
@@ -44,8 +42,8 @@ from cflow.engine.runner import Runner
 from cflow.engine.scheduler import Advance, Batch, Scheduler
 from cflow.engine.sequence import Request, Sequence
 from cflow.engine.transcript import Transcript
+from cflow.engine.worker_stats import StatsKeeper
 
-STATS_S = 0.1
 STATUS_TEXT = {
     -3: ("internal", "weights could not be read from the disk"),
     -4: ("internal", "weights on the disk are damaged"),
@@ -71,7 +69,7 @@ class Worker:
             pace=self._pace,
         )
         self._runner = Runner(loaded.context)
-        self._stats = StatsKeeper(self._scheduler, loaded)
+        self._stats = StatsKeeper(self._scheduler, loaded.context)
         self._n_requests = 0
         self._drain_deadline: float | None = None
         self._in_step: frozenset[int] = frozenset()  # requests of the running step
@@ -256,55 +254,6 @@ def _progress(batch: Batch) -> tuple[Progress, ...]:
         for chunk in batch.chunks
         if chunk.n > 1 and not chunk.sequence.request.is_prompt_done
     )
-
-
-class StatsKeeper:
-    """Totals and gauges for the front end, at most ten times a second, and once more when idle."""
-
-    def __init__(self, scheduler: Scheduler, loaded: Loaded) -> None:
-        self._scheduler = scheduler
-        self._context = loaded.context
-        self.cancelled: Counter[str] = Counter()
-        self._n_steps = 0
-        self._step_s = 0.0
-        self._n_tokens = 0
-        self._sent_at = 0.0
-        self._last: Stats | None = None
-
-    def count_step(self, seconds: float, n_tokens: int) -> None:
-        self._n_steps += 1
-        self._step_s += seconds
-        self._n_tokens += n_tokens
-
-    def due(self, n_running: int) -> Stats | None:
-        now = time.monotonic()
-        if n_running and now < self._sent_at + STATS_S:
-            return None
-        stats = self._gather()
-        if stats == self._last:
-            return None
-        self._sent_at, self._last = now, stats
-        return stats
-
-    def _gather(self) -> Stats:
-        counters, pool = self._scheduler.counters, self._scheduler.pool
-        return Stats(
-            n_running=self._scheduler.n_running,
-            n_waiting=self._scheduler.n_waiting,
-            n_kv_used=pool.n_used,
-            n_kv_blocks=pool.n_blocks,
-            prompt_tokens=counters.prompt_tokens,
-            generation_tokens=self._n_tokens,
-            prefix_queries=counters.prefix_queries,
-            prefix_hits=counters.prefix_hits,
-            preemptions=counters.preemptions,
-            steps=self._n_steps,
-            step_s=self._step_s,
-            read_bytes=self._context.read_bytes,
-            cancelled_queue=self.cancelled["queue"],
-            cancelled_prefill=self.cancelled["prefill"],
-            cancelled_decode=self.cancelled["decode"],
-        )
 
 
 def serve(sock: socket.socket, load: Load) -> int:

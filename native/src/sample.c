@@ -271,7 +271,7 @@ cflow_status sample_row(const kernels *k, const float *logits, int32_t n_vocab, 
     if (!isfinite(best)) return CFLOW_ENUMERIC;
     const int32_t token = choose(k, pick, x, n_tokens, best, scratch, &c);
     if (pick->n_top >= 0)
-        score_row(k, logits, n_vocab, token, pick->n_top, scratch, &out->score);
+        score_row(k, logits, n_vocab, token, pick->n_top, &out->score);
     else
         out->score.token = token;
     return CFLOW_OK;

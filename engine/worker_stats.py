@@ -1,0 +1,61 @@
+"""What the worker counts, and when it tells."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+from cflow.engine.messages import Stats
+from cflow.engine.runner import Context
+from cflow.engine.scheduler import Scheduler
+
+STATS_S = 0.1
+
+
+class StatsKeeper:
+    """Totals and gauges for the front end, at most ten times a second, and once more when idle."""
+
+    def __init__(self, scheduler: Scheduler, context: Context) -> None:
+        self._scheduler = scheduler
+        self._context = context
+        self.cancelled: Counter[str] = Counter()
+        self._n_steps = 0
+        self._step_s = 0.0
+        self._n_tokens = 0
+        self._sent_at = 0.0
+        self._last: Stats | None = None
+
+    def count_step(self, seconds: float, n_tokens: int) -> None:
+        self._n_steps += 1
+        self._step_s += seconds
+        self._n_tokens += n_tokens
+
+    def due(self, n_running: int) -> Stats | None:
+        now = time.monotonic()
+        if n_running and now < self._sent_at + STATS_S:
+            return None
+        stats = self._gather()
+        if stats == self._last:
+            return None
+        self._sent_at, self._last = now, stats
+        return stats
+
+    def _gather(self) -> Stats:
+        counters, pool = self._scheduler.counters, self._scheduler.pool
+        return Stats(
+            n_running=self._scheduler.n_running,
+            n_waiting=self._scheduler.n_waiting,
+            n_kv_used=pool.n_used,
+            n_kv_blocks=pool.n_blocks,
+            prompt_tokens=counters.prompt_tokens,
+            generation_tokens=self._n_tokens,
+            prefix_queries=counters.prefix_queries,
+            prefix_hits=counters.prefix_hits,
+            preemptions=counters.preemptions,
+            steps=self._n_steps,
+            step_s=self._step_s,
+            read_bytes=self._context.read_bytes,
+            cancelled_queue=self.cancelled["queue"],
+            cancelled_prefill=self.cancelled["prefill"],
+            cancelled_decode=self.cancelled["decode"],
+        )

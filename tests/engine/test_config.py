@@ -1,0 +1,34 @@
+"""Settings that cannot be used are named with their value."""
+
+from typing import Any
+
+import pytest
+
+from cflow.engine.config import EngineConfig
+from cflow.engine.errors import ConfigError
+
+WRONG: list[tuple[str, Any]] = [
+    ("threads", 0),
+    ("context", -1),
+    ("kv_memory", 10),
+    ("kv", "f64"),
+    ("precision", "int4"),
+    ("isa", "sse"),
+    ("max_sequences", 0),
+    ("max_step_tokens", 0),
+    ("max_queue", -1),
+    ("max_step_ms", float("nan")),
+    ("stuck_s", 0),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), WRONG)
+def test_a_wrong_value_is_named(field: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{field}: {value!r}") as caught:
+        EngineConfig(model="m", **{field: value})
+    assert caught.value.field == field
+
+
+def test_a_step_has_room_for_every_sequence() -> None:
+    with pytest.raises(ConfigError, match="32 is less than max_sequences"):
+        EngineConfig(model="m", max_step_tokens=32, max_sequences=33)

@@ -1,0 +1,41 @@
+"""Prefill beside decodes keeps to the time a step may take."""
+
+from cflow.engine.pace import MIN_ROWS, UNKNOWN_ROWS, Pace
+
+
+def measured(*, decode_s: float, row_s: float, max_step_s: float = 0.25) -> Pace:
+    """On a machine with fixed times."""
+    pace = Pace(max_step_s, 512)
+    for _ in range(50):
+        pace.observe(4, 0, decode_s)
+        pace.observe(4, 100, decode_s + 100 * row_s)
+    return pace
+
+
+def test_alone_prefill_has_the_whole_step() -> None:
+    assert measured(decode_s=0.1, row_s=0.01).n_prefill_rows(0) == 512
+
+
+def test_beside_decodes_it_has_the_time_they_leave() -> None:
+    n = measured(decode_s=0.05, row_s=0.002).n_prefill_rows(4)
+    assert abs(n - 100) <= 1
+
+
+def test_the_rows_of_a_step_are_never_exceeded() -> None:
+    assert measured(decode_s=0.001, row_s=1e-6).n_prefill_rows(12) == 500
+
+
+def test_prefill_goes_on_however_slow() -> None:
+    assert measured(decode_s=0.5, row_s=0.1).n_prefill_rows(4) == MIN_ROWS
+
+
+def test_before_anything_is_known_it_is_careful() -> None:
+    assert Pace(0.25, 512).n_prefill_rows(3) == UNKNOWN_ROWS
+
+
+def test_small_chunks_do_not_spoil_the_measurement() -> None:
+    pace = measured(decode_s=0.05, row_s=0.002)
+    before = pace.n_prefill_rows(4)
+    for _ in range(50):
+        pace.observe(4, 1, 0.2)
+    assert pace.n_prefill_rows(4) == before

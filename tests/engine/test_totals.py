@@ -1,0 +1,17 @@
+"""Counters over the lives of several workers."""
+
+from cflow.engine.messages import Stats
+from cflow.engine.totals import Totals
+
+
+def test_totals_go_on_where_the_last_worker_ended() -> None:
+    totals = Totals()
+    totals.update(Stats(steps=5, step_s=0.5, n_running=2, n_kv_blocks=64))
+    totals.update(Stats(steps=9, step_s=0.75, n_running=3, n_kv_blocks=64))
+    totals.end_worker()
+    assert totals.stats == Stats(steps=9, step_s=0.75)
+    totals.update(Stats(steps=1, n_running=1, n_kv_blocks=64))
+    assert totals.stats == Stats(steps=10, step_s=0.75, n_running=1, n_kv_blocks=64)
+    totals.end_worker()
+    totals.end_worker()
+    assert totals.stats.steps == 10
