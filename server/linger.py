@@ -12,7 +12,7 @@ import asyncio
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 DRAIN_S = 1.0
-DRAIN_BYTES = 4 << 20
+DRAIN_BYTES = 16 << 20
 SMALL_BODY = 64 << 10  # announced bodies up to here are skipped by the HTTP parser; no close
 
 

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
@@ -41,6 +47,7 @@ class Metrics:
     """Everything /metrics shows, in a registry of its own. Counters only ever rise."""
 
     def __init__(self, engine: Engine) -> None:
+        disable_created_metrics()  # a second series for every one, of no use here
         self.registry = CollectorRegistry()
         self.tokens = Meter(10)  # generated
         self.finished = Meter(60)  # requests, however they ended

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 
 import uvicorn
 import uvloop
+from fastapi import FastAPI
 
 from cflow.engine.engine import Engine
 from cflow.engine.errors import CflowError, EngineError
@@ -33,6 +34,23 @@ class HttpServer(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         yield
+
+
+def http_server(app: FastAPI) -> HttpServer:
+    return HttpServer(
+        uvicorn.Config(
+            app,
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=CLOSE_S,
+        )
+    )
 
 
 class Shutdown:
@@ -68,9 +86,9 @@ def listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise CflowError(
-            f"cannot listen on {host}:{port}: {error}; choose another --port"
+            f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --port"
         ) from None
 
 
@@ -89,20 +107,7 @@ async def _serve(config: ServerConfig) -> None:
 
 
 async def _serve_engine(config: ServerConfig, engine: Engine, sock: socket.socket) -> None:
-    server = HttpServer(
-        uvicorn.Config(
-            create_app(config, engine),
-            http="httptools",
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=CLOSE_S,
-        )
-    )
+    server = http_server(create_app(config, engine))
     shutdown = Shutdown(server, engine, config.drain_timeout_s)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

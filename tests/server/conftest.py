@@ -1,0 +1,48 @@
+"""Fixtures of the server's tests."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from fake_engine import FakeEngine
+from live import Live
+
+from cflow.server.config import server_config
+
+Serve = Callable[..., Live]
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    """serve(engine, **settings): a live server, closed at the end of the test."""
+    running: list[Live] = []
+
+    def start(engine: FakeEngine | None = None, **settings: Any) -> Live:
+        live = Live(engine or FakeEngine(), server_config(settings))
+        running.append(live)
+        return live
+
+    yield start
+    for live in running:
+        live.close()
+
+
+@pytest.fixture(scope="session")
+def _shared() -> Iterator[Live]:
+    live = Live(FakeEngine(), server_config({}))
+    yield live
+    live.close()
+
+
+@pytest.fixture
+def live(_shared: Live) -> Live:
+    """A server with default settings; its engine is as new. Only /metrics remembers other tests."""
+    _shared.engine.__init__()  # type: ignore[misc]
+    return _shared

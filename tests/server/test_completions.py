@@ -1,0 +1,388 @@
+"""POST /v1/completions, over a byte-level model that shouts the prompt back."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from fake_engine import BOS, Call, FakeEngine, logprob
+from live import Live, error_of, events
+
+from cflow.engine.messages import Delta, Finish
+from cflow.server.schemas import CompletionRequest
+
+
+def choice(live: Live, **fields: Any) -> dict[str, Any]:
+    response = live.complete(**fields)
+    assert response.status_code == 200, response.text
+    found: dict[str, Any] = response.json()["choices"][0]
+    return found
+
+
+def streamed(live: Live, **fields: Any) -> list[dict[str, Any]]:
+    return events(live.complete(stream=True, **fields))
+
+
+def test_text_usage_and_envelope(live: Live) -> None:
+    body = live.complete(prompt="abc", model="fake/model").json()
+    assert body["choices"] == [
+        {
+            "index": 0,
+            "text": "ABC",
+            "logprobs": None,
+            "finish_reason": "stop",
+            "stop_reason": None,
+        }
+    ]
+    usage = body["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (3, 4, 7)
+    assert body["object"] == "text_completion"
+    assert body["id"].startswith("cmpl-")
+    assert body["model"] == "fake/model"
+
+
+@pytest.mark.parametrize("prompt", ["", "x", " lead", "naïve 漢字 😸 end", "line\nline\r\n\t\x00"])
+def test_stream_and_whole_answer_are_equal(live: Live, prompt: str) -> None:
+    live.engine.card.tokenizer.bos_id = BOS  # type: ignore[misc, attr-defined]
+    fields: dict[str, Any] = {"prompt": prompt, "max_tokens": 40, "seed": 1}
+    whole = live.complete(**fields).json()
+    chunks = streamed(live, stream_options={"include_usage": True}, **fields)
+    assert "".join(c["choices"][0]["text"] for c in chunks[:-1]) == whole["choices"][0]["text"]
+    assert chunks[-2]["choices"][0]["finish_reason"] == whole["choices"][0]["finish_reason"]
+    assert chunks[-1]["usage"] == whole["usage"]
+    assert len({(c["id"], c["created"], c["model"], c["object"]) for c in chunks}) == 1
+
+
+def test_usage_chunk_comes_only_when_asked_and_last(live: Live) -> None:
+    plain = streamed(live, prompt="ab")
+    assert all(len(c["choices"]) == 1 and not c.get("usage") for c in plain)
+    asked = streamed(live, prompt="ab", stream_options={"include_usage": True})
+    assert [len(c["choices"]) for c in asked].count(0) == 1
+    assert asked[-1]["choices"] == []
+    assert all(c["usage"] is None for c in asked[:-1])
+
+
+def test_prompts_and_choices_are_numbered_prompt_first(live: Live) -> None:
+    body = live.complete(prompt=["ab", [99, 100]], n=2).json()
+    assert [c["index"] for c in body["choices"]] == [0, 1, 2, 3]
+    assert [c["text"] for c in body["choices"]] == ["AB", "AB", "CD", "CD"]
+    assert body["usage"]["prompt_tokens"] == 4
+    assert body["usage"]["completion_tokens"] == 12
+
+
+def test_streamed_choices_carry_their_index(live: Live) -> None:
+    texts = ["", "", "", ""]
+    for chunk in streamed(live, prompt=["ab", "cd"], n=2):
+        texts[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
+    assert texts == ["AB", "AB", "CD", "CD"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "ids"),
+    [
+        ("ab", [(97, 98)]),
+        ([97, 98], [(97, 98)]),
+        (["a", "b"], [(97,), (98,)]),
+        ([[97], [98, 99]], [(97,), (98, 99)]),
+        ([" ", "\n"], [(32,), (10,)]),
+    ],
+)
+def test_every_form_of_prompt(live: Live, prompt: Any, ids: list[tuple[int, ...]]) -> None:
+    assert live.complete(prompt=prompt, max_tokens=2).status_code == 200
+    assert [call.prompt for call in live.engine.calls] == ids
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        [],
+        [[]],
+        5,
+        1.5,
+        True,
+        {},
+        [1.5],
+        [True],
+        [None],
+        ["a", 5],
+        [["a"]],
+        [258],
+        [-1],
+        [[0, 10**30]],
+    ],
+)
+def test_other_prompts_are_refused_and_named(live: Live, prompt: Any) -> None:
+    response = live.complete(prompt=prompt)
+    assert response.status_code == 400
+    assert error_of(response)["param"] == "prompt"
+    assert live.engine.calls == []
+
+
+def test_missing_prompt_is_refused(live: Live) -> None:
+    for body in ({}, {"prompt": None}):
+        assert error_of(live.post("/v1/completions", body))["code"] == "missing_parameter"
+
+
+def test_empty_prompt_begins_a_document(live: Live) -> None:
+    assert error_of(live.complete(prompt=""))["code"] == "empty_prompt"
+    live.engine.card.tokenizer.bos_id = BOS  # type: ignore[misc, attr-defined]
+    body = live.complete(prompt=["", "a"]).json()
+    assert body["usage"]["prompt_tokens"] == 3  # <s>, <s> and a
+    assert [call.prompt for call in live.engine.calls] == [(BOS,), (BOS, 97)]
+
+
+class TestParameters:
+    def test_reach_the_engine(self, live: Live) -> None:
+        live.complete(
+            prompt="a", max_tokens=7, min_tokens=2, temperature=0.5, top_p=0.9, top_k=5, min_p=0.1,
+            seed=-1, presence_penalty=0.5, frequency_penalty=-0.5, repeat_penalty=1.25,
+            logit_bias={"5": -100, "6": 100}, stop=["x", "yz"], stop_token_ids=[3], ignore_eos=True,
+            include_stop_str_in_output=True, logprobs=2,
+        )  # fmt: skip
+        how = live.engine.calls[0].sampling
+        assert (how.max_tokens, how.min_tokens, how.top_k) == (7, 2, 5)
+        assert (how.temperature, how.top_p, how.min_p) == (0.5, 0.9, 0.1)
+        assert (how.presence_penalty, how.frequency_penalty) == (0.5, -0.5)
+        assert how.repetition_penalty == 1.25
+        assert how.seed == 2**64 - 1
+        assert how.logit_bias == {5: -100, 6: 100}
+        assert (how.stop, how.stop_token_ids) == (("x", "yz"), (3,))
+        assert how.ignore_eos
+        assert how.include_stop
+        assert (how.n_logprobs, how.n_prompt_logprobs) == (2, None)
+
+    def test_defaults_are_openais(self, live: Live) -> None:
+        live.complete(prompt="a")
+        how = live.engine.calls[0].sampling
+        assert (how.max_tokens, how.temperature, how.top_p, how.top_k) == (16, 1.0, 1.0, 0)
+        assert how.n_logprobs is None
+
+    def test_the_models_defaults_stand_between(self, live: Live) -> None:
+        live.engine.card.metadata["generation"].update(temperature=0.25, top_k=3)
+        live.complete(prompt="a", top_k=-1)
+        how = live.engine.calls[0].sampling
+        assert (how.temperature, how.top_k) == (0.25, 0)
+
+    def test_a_missing_seed_is_random(self, live: Live) -> None:
+        for _ in range(2):
+            live.complete(prompt="a")
+        first, second = (call.sampling.seed for call in live.engine.calls)
+        assert first != second
+
+    def test_null_is_absent(self, live: Live) -> None:
+        names = [name for name in CompletionRequest.model_fields if name != "prompt"]
+        response = live.complete(prompt="ab", **dict.fromkeys(names))
+        assert response.json()["choices"] == live.complete(prompt="ab").json()["choices"]
+        first, second = (call.sampling for call in live.engine.calls)
+        assert first != second  # the seeds
+        assert {f: getattr(first, f) for f in first.__struct_fields__ if f != "seed"} == {
+            f: getattr(second, f) for f in second.__struct_fields__ if f != "seed"
+        }
+
+    def test_unknown_fields_are_ignored_and_listed(self, live: Live) -> None:
+        response = live.complete(prompt="a", x_unknown=1, **{"odd\r\nname": 2, "user": "me"})
+        assert response.status_code == 200
+        assert response.headers["x-cflow-ignored-params"] == "x_unknown,odd%0D%0Aname"
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("max_tokens", -1), ("max_tokens", 0), ("max_tokens", 2147483646),
+            ("max_tokens", 2147483647), ("max_tokens", 4294967296), ("max_tokens", 2**63 - 1),
+            ("max_tokens", 2**64), ("max_tokens", 1e18), ("max_tokens", 1.5), ("max_tokens", True),
+            ("max_tokens", "5"), ("n", 0), ("n", -1), ("n", 129), ("n", 1000000), ("n", True),
+            ("temperature", 3), ("temperature", -0.1), ("temperature", "1"), ("temperature", True),
+            ("temperature", []), ("top_p", 1.1), ("top_p", -1), ("top_k", -2), ("top_k", 2.5),
+            ("min_p", 2), ("presence_penalty", 2.5), ("frequency_penalty", -3),
+            ("repetition_penalty", 0), ("repeat_penalty", -1), ("logprobs", 21), ("logprobs", -1),
+            ("logprobs", True), ("stop", ""), ("stop", ["a", 5]), ("stop", 5), ("stop", ["x"] * 17),
+            ("stop_token_ids", [258]), ("stop_token_ids", ["a"]), ("seed", 1.5), ("seed", "1"),
+            ("seed", 2**64), ("stream", "yes"), ("echo", 1), ("suffix", "x"), ("best_of", 0),
+            ("min_tokens", 17), ("moe_top_k", 1), ("stream_options", {"include_usage": True}),
+            ("logit_bias", {"99999999": -100}), ("logit_bias", {"-1": 5}), ("model", 5),
+            ("logit_bias", {"abc": 1}), ("logit_bias", {"5": 101}), ("logit_bias", [[5, 1]]),
+            ("logit_bias", {"258": 1}), ("logit_bias", {"\u0665": 1}), ("logit_bias", {"5": True}),
+        ],
+    )  # fmt: skip
+    def test_bad_values_are_refused_and_named(self, live: Live, name: str, value: Any) -> None:
+        response = live.complete(prompt="a", **{name: value})
+        assert response.status_code == 400
+        error = error_of(response)
+        assert error["type"] == "invalid_request_error"
+        # Too many tokens are a matter of the prompt's length as well.
+        named = "prompt" if error["code"] == "context_length_exceeded" else name
+        assert (error["param"] or "").split(".")[0].split("[")[0] == named
+        assert live.engine.calls == []
+
+    @pytest.mark.parametrize(
+        "name", ["temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty",
+                 "repetition_penalty", "logit_bias"],
+    )  # fmt: skip
+    @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999", '"NaN"', "-1e999"])
+    def test_numbers_that_are_none(self, live: Live, name: str, value: str) -> None:
+        text = f'{{"5":{value}}}' if name == "logit_bias" else value
+        body = f'{{"prompt":"a","max_tokens":2,"{name}":{text}}}'.encode()
+        headers = {"content-type": "application/json"}
+        response = live.client.post("/v1/completions", content=body, headers=headers)
+        assert response.status_code == 400
+        error_of(response)
+        assert choice(live, prompt="a")["text"] == "A"
+
+    def test_one_penalty_under_two_names(self, live: Live) -> None:
+        same = {"repetition_penalty": 1.5, "repeat_penalty": 1.5}
+        assert live.complete(prompt="a", **same).status_code == 200
+        response = live.complete(prompt="a", repetition_penalty=1.5, repeat_penalty=1.25)
+        assert error_of(response)["param"] == "repeat_penalty"
+
+    def test_experts_per_token(self, serve: Any) -> None:
+        live: Live = serve(FakeEngine(top_k=4))
+        live.complete(prompt="a", moe_top_k=3)
+        assert live.engine.calls[0].sampling.n_experts == 3
+        assert error_of(live.complete(prompt="a", moe_top_k=5))["param"] == "moe_top_k"
+
+
+class TestContext:
+    """The fake's context is 64."""
+
+    @pytest.mark.parametrize(
+        ("n_prompt", "max_tokens"),
+        [(64, 1), (60, 5), (65, None), (64, None), (100, 32), (1, 2**62)],
+    )
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_too_long_is_refused_before_any_compute(
+        self, live: Live, n_prompt: int, max_tokens: int | None, stream: bool
+    ) -> None:
+        prompts = ["ok", "x" * n_prompt]
+        response = live.complete(prompt=prompts, max_tokens=max_tokens, stream=stream)
+        assert response.status_code == 400
+        error = error_of(response)
+        assert error["code"] == "context_length_exceeded"
+        assert "64" in error["message"]
+        assert str(n_prompt) in error["message"]
+        assert str(max_tokens or 16) in error["message"]
+        assert live.engine.calls == []
+
+    @pytest.mark.parametrize(
+        ("n_prompt", "asked", "given"), [(60, 4, 4), (60, None, 4), (2, 62, 62)]
+    )
+    def test_what_fits(self, live: Live, n_prompt: int, asked: int | None, given: int) -> None:
+        assert live.complete(prompt="x" * n_prompt, max_tokens=asked).status_code == 200
+        assert live.engine.calls[0].sampling.max_tokens == given
+
+    def test_a_full_context_can_be_scored(self, live: Live) -> None:
+        response = live.complete(prompt="x" * 64, max_tokens=0, echo=True, logprobs=1)
+        assert response.status_code == 200
+
+
+class TestLogprobs:
+    def test_absent_and_null_give_none(self, live: Live) -> None:
+        assert choice(live, prompt="a")["logprobs"] is None
+        assert choice(live, prompt="a", logprobs=None)["logprobs"] is None
+
+    @pytest.mark.parametrize("n", [0, 1, 5, 20])
+    def test_counts(self, live: Live, n: int) -> None:
+        found = choice(live, prompt="abc", logprobs=n)["logprobs"]
+        assert {len(values) for values in found.values()} == {4}
+        assert found["token_logprobs"] == [-1.0] * 4
+        for token, top in zip(found["tokens"], found["top_logprobs"], strict=True):
+            assert n <= len(top) <= n + 1 or n == 0
+            assert top[token] == -1.0
+
+    def test_offsets_count_in_the_returned_text(self, live: Live) -> None:
+        found = choice(live, prompt="aé😸b", max_tokens=40, logprobs=0)
+        arrays = found["logprobs"]
+        assert "".join(arrays["tokens"]) == found["text"]
+        for i, token in enumerate(arrays["tokens"]):
+            start = arrays["text_offset"][i]
+            assert found["text"][start : start + len(token)] == token
+
+    @pytest.mark.parametrize("max_tokens", [0, 1])
+    @pytest.mark.parametrize("prompt", ["the cat", list(b"the cat"), "漢字 ü"])
+    def test_echo_scores_the_prompt(self, live: Live, max_tokens: int, prompt: Any) -> None:
+        found = choice(live, prompt=prompt, max_tokens=max_tokens, echo=True, logprobs=1)
+        text = prompt if isinstance(prompt, str) else "the cat"
+        n_prompt = len(text.encode())
+        arrays = found["logprobs"]
+        assert found["finish_reason"] == "length"
+        assert found["text"][: len(text)] == text
+        assert len(found["text"]) == sum(map(len, arrays["tokens"]))
+        assert {len(values) for values in arrays.values()} == {n_prompt + max_tokens}
+        assert arrays["token_logprobs"][0] is None
+        assert arrays["top_logprobs"][0] is None
+        assert None not in arrays["token_logprobs"][1:]
+        assert live.engine.calls[0].sampling.n_prompt_logprobs == 1
+
+    def test_echo_without_logprobs_and_for_many_prompts(self, live: Live) -> None:
+        body = live.complete(prompt=["ab", "cd"], max_tokens=1, n=2, echo=True).json()
+        assert [c["text"] for c in body["choices"]] == ["abA", "abA", "cdC", "cdC"]
+        assert body["choices"][0]["logprobs"] is None
+
+    def test_echo_leaves_out_the_token_that_was_added(self, live: Live) -> None:
+        live.engine.card.tokenizer.bos_id = BOS  # type: ignore[misc, attr-defined]
+        added = choice(live, prompt="ab", max_tokens=0, echo=True, logprobs=0)
+        typed = choice(live, prompt="<s>ab", max_tokens=0, echo=True, logprobs=0)
+        assert added["text"] == "ab"
+        assert added["logprobs"]["tokens"] == ["", "a", "b"]
+        assert typed["text"] == "<s>ab"
+        assert typed["logprobs"]["tokens"] == ["<s>", "a", "b"]
+
+    def test_streamed_arrays_join_to_the_whole(self, live: Live) -> None:
+        fields: dict[str, Any] = {"prompt": "né", "echo": True, "logprobs": 2, "n": 2}
+        whole = live.complete(**fields).json()["choices"]
+        joined: list[dict[str, list[Any]]] = [{}, {}]
+        for chunk in streamed(live, **fields):
+            part = chunk["choices"][0]
+            for name, values in part["logprobs"].items():
+                joined[part["index"]].setdefault(name, []).extend(values)
+        assert joined == [c["logprobs"] for c in whole]
+
+    def test_minus_infinity_stays_json(self, serve: Any) -> None:
+        async def script(call: Call) -> Any:
+            entry = logprob(65, 1)
+            worst = type(entry)(65, float("-inf"), 3, ((66, -0.5), (67, float("-inf"))))
+            yield Delta(0, 0, (65,), "A", (worst,), Finish("stop"))
+
+        live: Live = serve(FakeEngine(script))
+        found = choice(live, prompt="a", logprobs=2)["logprobs"]
+        assert found["token_logprobs"] == [-9999.0]
+        assert found["top_logprobs"] == [{"B": -0.5, "C": -9999.0, "A": -9999.0}]
+
+
+def test_best_of_returns_the_likeliest(serve: Any) -> None:
+    async def script(call: Call) -> Any:
+        for number, value in enumerate((-3.0, -1.0, -2.0)):
+            entry = type(logprob(65, 0))(65 + number, value, 0)
+            yield Delta(0, number, (65 + number,), chr(65 + number), (entry,), Finish("stop"))
+
+    live: Live = serve(FakeEngine(script))
+    body = live.complete(prompt="a", best_of=3, n=2).json()
+    assert [c["text"] for c in body["choices"]] == ["B", "C"]
+    assert [c["index"] for c in body["choices"]] == [0, 1]
+    assert body["choices"][0]["logprobs"] is None
+    assert body["usage"]["completion_tokens"] == 3
+    assert live.engine.calls[0].n_choices == 3
+    assert error_of(live.complete(prompt="a", best_of=1, n=2))["param"] == "best_of"
+    assert error_of(live.complete(prompt="a", best_of=3, stream=True))["param"] == "best_of"
+
+
+def test_the_stop_that_matched_is_named(serve: Any) -> None:
+    async def script(call: Call) -> Any:
+        yield Delta(0, 0, (65,), "A", finish=Finish("stop", "END"))
+
+    live: Live = serve(FakeEngine(script))
+    assert choice(live, prompt="a")["stop_reason"] == "END"
+    assert streamed(live, prompt="a")[-1]["choices"][0]["stop_reason"] == "END"
+
+
+def test_every_event_is_valid_utf8_json_without_half_characters(live: Live) -> None:
+    text = "😸漢é👩\u200d👧"
+    with live.client.stream(
+        "POST", "/v1/completions", json={"prompt": text, "max_tokens": 40, "stream": True}
+    ) as response:
+        raw = b"".join(response.iter_raw())
+    lines = [line for line in raw.split(b"\n\n") if line]
+    parts = [json.loads(line.decode().removeprefix("data: ")) for line in lines[:-1]]
+    joined = "".join(part["choices"][0]["text"] for part in parts)
+    assert "\ufffd" not in joined
+    assert joined == choice(live, prompt=text, max_tokens=40)["text"]

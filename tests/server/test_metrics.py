@@ -1,0 +1,157 @@
+"""/metrics: valid from the first second, counters that add up, labels that do not grow."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import msgspec
+from fake_engine import FakeEngine
+from live import Live
+from prometheus_client.parser import text_string_to_metric_families
+
+from cflow.engine.messages import Stats
+from cflow.server.metrics import token_buckets
+
+MODEL = 'engine="0",model_name="fake/model"'
+
+
+def families(live: Live) -> dict[str, Any]:
+    response = live.client.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+    found = {family.name: family for family in text_string_to_metric_families(response.text)}
+    for family in found.values():
+        for sample in family.samples:
+            assert math.isfinite(sample.value), sample
+    return found
+
+
+def test_every_name_is_there_from_the_first_second(serve: Any) -> None:
+    found = families(serve())
+    assert found.keys() >= {
+        "vllm:prompt_tokens", "vllm:generation_tokens", "vllm:num_requests_running",
+        "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "vllm:prefix_cache_queries",
+        "vllm:prefix_cache_hits", "vllm:num_preemptions", "vllm:request_success",
+        "vllm:time_to_first_token_seconds", "vllm:inter_token_latency_seconds",
+        "vllm:e2e_request_latency_seconds", "vllm:request_queue_time_seconds",
+        "vllm:request_prefill_time_seconds", "vllm:request_decode_time_seconds",
+        "vllm:request_inference_time_seconds", "vllm:request_prompt_tokens",
+        "vllm:request_generation_tokens", "vllm:request_max_num_generation_tokens",
+        "vllm:request_params_max_tokens", "vllm:request_params_n",
+        "cflow_generation_tokens_per_second", "cflow_read_bytes", "cflow_huge_page_ratio",
+        "cflow_worker_restarts", "cflow_queue_rejections", "cflow_cancelled", "cflow_threads",
+        "cflow_memory_bytes", "http_requests", "http_request_duration_seconds",
+    }  # fmt: skip
+    reasons = {s.labels["finished_reason"] for s in found["vllm:request_success"].samples}
+    assert reasons == {"stop", "length", "abort", "error"}
+
+
+def test_a_request_is_counted(serve: Any) -> None:
+    live: Live = serve()
+    live.complete(prompt="abc", n=2)
+    live.complete(prompt="abc", max_tokens=2, stream=True)
+    assert live.metric(f"cflow_requests_received_total{{{MODEL}}}") == 3
+    success = 'vllm:request_success_total{{engine="0",finished_reason="{}",{}}}'
+    assert live.metric(success.format("stop", 'model_name="fake/model"')) == 2
+    assert live.metric(success.format("length", 'model_name="fake/model"')) == 1
+    assert live.metric(f"vllm:time_to_first_token_seconds_count{{{MODEL}}}") == 2
+    assert live.metric(f"vllm:inter_token_latency_seconds_count{{{MODEL}}}") == 2 * 3 + 1
+    assert live.metric(f"vllm:request_prompt_tokens_sum{{{MODEL}}}") == 6
+    assert live.metric(f"vllm:request_generation_tokens_sum{{{MODEL}}}") == 2 * 4 + 2
+    assert live.metric(f"vllm:request_params_n_sum{{{MODEL}}}") == 3
+    assert live.metric(f"cflow_generation_tokens_per_second{{{MODEL}}}") == 1.0
+    handler = '{handler="/v1/completions",method="POST",status="2xx"}'
+    assert live.metric(f"http_requests_total{handler}") == 2
+
+
+def test_the_engines_totals_and_gauges(serve: Any) -> None:
+    live: Live = serve()
+    live.engine.stats = Stats(
+        n_running=3, n_waiting=4, n_kv_used=2, n_kv_blocks=8, prompt_tokens=100, read_bytes=5,
+        cancelled_prefill=6,
+    )  # fmt: skip
+    live.engine.restarts = 7
+    assert live.metric(f"vllm:num_requests_running{{{MODEL}}}") == 3
+    assert live.metric(f"vllm:num_requests_waiting{{{MODEL}}}") == 4
+    assert live.metric(f"vllm:kv_cache_usage_perc{{{MODEL}}}") == 0.25
+    assert live.metric(f"vllm:prompt_tokens_total{{{MODEL}}}") == 100
+    assert live.metric(f"cflow_read_bytes_total{{{MODEL}}}") == 5
+    assert live.metric(f"cflow_worker_restarts_total{{{MODEL}}}") == 7
+    assert live.metric(f"cflow_huge_page_ratio{{{MODEL}}}") == 0.5
+    assert (
+        live.metric('cflow_cancelled_total{engine="0",model_name="fake/model",phase="prefill"}')
+        == 6
+    )
+    assert live.metric('cflow_memory_bytes{engine="0",kind="kv",model_name="fake/model"}') == 300
+
+
+def test_without_a_worker_all_values_are_finite(serve: Any) -> None:
+    live: Live = serve(FakeEngine())
+    live.engine.ready = None
+    live.engine.stats = msgspec.structs.replace(Stats(), n_kv_blocks=0)
+    assert families(live)["cflow_huge_page_ratio"].samples[0].value == 0
+
+
+def test_received_is_the_sum_of_how_they_ended(serve: Any) -> None:
+    live: Live = serve()
+    for fields in ({"n": 3}, {"max_tokens": 1}, {"stream": True}, {"prompt": ["a", "b"]}):
+        live.complete(**({"prompt": "ab"} | fields))
+    found = families(live)
+    over = sum(s.value for s in found["vllm:request_success"].samples)
+    assert over == found["cflow_requests_received"].samples[0].value == 7
+
+
+def test_histograms_are_whole(serve: Any) -> None:
+    live: Live = serve()
+    live.complete(prompt="ab")
+    for family in families(live).values():
+        if family.type != "histogram":
+            continue
+        counts = {
+            tuple(sorted(s.labels.items())): s.value
+            for s in family.samples if s.name.endswith("_count")
+        }  # fmt: skip
+        for s in family.samples:
+            if s.labels.get("le") == "+Inf":
+                rest = {k: v for k, v in s.labels.items() if k != "le"}
+                assert counts[tuple(sorted(rest.items()))] == s.value
+
+
+def test_scanners_do_not_grow_the_exposition(serve: Any) -> None:
+    live: Live = serve()
+    for path in ("/nope", "/v1/models/nope"):
+        live.client.get(path)
+    live.client.request("PUT", "/nope")
+    live.chat(model="nope")
+    n_lines = live.client.get("/metrics").text.count("\n")
+    names = random.Random(1)
+    for _ in range(60):
+        word = f"zz{names.randrange(10**9)}"
+        live.client.get(f"/x/{word}")
+        live.client.get(f"/v1/models/{word}")
+        live.client.request("PUT", f"/{word}")
+        live.chat(model=word)
+    text = live.client.get("/metrics").text
+    assert text.count("\n") < n_lines + 20
+    assert "zz" not in text
+    assert 'handler="unmatched"' in text
+
+
+def test_counters_never_fall(serve: Any) -> None:
+    live: Live = serve()
+    before: dict[tuple[Any, ...], float] = {}
+    for _ in range(5):
+        live.complete(prompt="ab")
+        for family in families(live).values():
+            if family.type != "counter":
+                continue
+            for s in family.samples:
+                key = (s.name, *sorted(s.labels.items()))
+                assert s.value >= before.get(key, 0.0)
+                before[key] = s.value
+
+
+def test_token_buckets() -> None:
+    assert token_buckets(100) == (1, 2, 5, 10, 20, 50, 100)
+    assert token_buckets(64) == (1, 2, 5, 10, 20, 50)

@@ -1,0 +1,206 @@
+"""The life of a stream: pings, failures after the 200, clients that leave, in every phase."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import struct
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from fake_engine import Call, FakeEngine
+from live import Live, error_of, events, read_all, request, wait_for
+
+from cflow.engine.errors import EngineError
+from cflow.engine.messages import Delta, Finish, Progress
+
+FOREVER_S = 60
+
+
+async def queued(call: Call) -> AsyncIterator[Delta | Progress]:
+    """Never gets its turn."""
+    await asyncio.sleep(FOREVER_S)
+    yield Delta(0, 0, finish=Finish("stop"))
+
+
+async def prefilling(call: Call) -> AsyncIterator[Delta | Progress]:
+    """Has begun with a prompt that takes for ever."""
+    yield Progress(0, 0)
+    await asyncio.sleep(FOREVER_S)
+
+
+async def decoding(call: Call) -> AsyncIterator[Delta | Progress]:
+    """Talks without end."""
+    while True:
+        for choice in range(call.n_choices):
+            yield Delta(0, choice, (65,), "A")
+        await asyncio.sleep(0.005)
+
+
+async def failing(call: Call) -> AsyncIterator[Delta | Progress]:
+    """Dies after three tokens."""
+    for _ in range(3):
+        yield Delta(0, 0, (65,), "A")
+    raise EngineError("worker_died", "the engine died while answering")
+
+
+PATHS: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", {"prompt": "a"}),
+    ("/v1/completions", {"prompt": ["a", "b"], "n": 2}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+]
+
+
+def post(path: str, fields: dict[str, Any]) -> bytes:
+    return request("POST", path, json.dumps(fields).encode())
+
+
+class TestClientLeaves:
+    @pytest.mark.parametrize("script", [queued, prefilling, decoding])
+    @pytest.mark.parametrize(("path", "fields"), PATHS)
+    @pytest.mark.parametrize("stream", [True, False])
+    @pytest.mark.parametrize("how", ["close", "half-close", "reset"])
+    def test_its_answers_are_cancelled_within_a_second(
+        self, live: Live, script: Any, path: str, fields: dict[str, Any], stream: bool, how: str
+    ) -> None:
+        live.engine.script = script
+        aborted = "vllm:request_success_total" + (
+            '{engine="0",finished_reason="abort",model_name="fake/model"}'
+        )
+        before = live.metric(aborted)
+        sock = live.raw(post(path, fields | {"stream": stream}))
+        n_answers = 2 if isinstance(fields.get("prompt"), list) else 1
+        assert wait_for(lambda: len(live.engine.answers) == n_answers)
+        if stream and script is decoding:
+            sock.recv(1000)
+        assert not any(answer.is_cancelled for answer in live.engine.answers)
+        if how == "half-close":
+            sock.shutdown(socket.SHUT_WR)
+        elif how == "reset":
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            sock.close()
+        else:
+            sock.close()
+        assert wait_for(lambda: all(a.is_cancelled for a in live.engine.answers), 1.0)
+        n_choices = n_answers * fields.get("n", 1)
+        assert wait_for(lambda: live.metric(aborted) == before + n_choices, 1.0)
+        sock.close()
+
+    def test_all_middlewares_let_the_leaving_through(self, serve: Any, tmp_path: Any) -> None:
+        keys = tmp_path / "keys"
+        keys.write_text("k\n")
+        live: Live = serve(FakeEngine(decoding), api_keys=keys, access_log=True)
+        body = json.dumps({"prompt": "a", "x": "y" * 100_000}).encode()  # a body that could linger
+        sock = live.raw(request("POST", "/v1/completions", body, "Authorization: Bearer k"))
+        assert wait_for(lambda: len(live.engine.answers) == 1)
+        sock.close()
+        assert wait_for(lambda: live.engine.answers[0].is_cancelled, 1.0)
+
+    def test_a_finished_answer_is_not_cancelled(self, live: Live) -> None:
+        for stream in (False, True):
+            assert live.complete(prompt="ab", stream=stream).status_code == 200
+        time.sleep(0.05)
+        assert [a.is_cancelled for a in live.engine.answers] == [False, False]
+
+
+class TestFailures:
+    @pytest.mark.parametrize(("path", "fields"), [PATHS[0], PATHS[2]])
+    def test_after_the_200_is_an_event_then_done(
+        self, live: Live, path: str, fields: dict[str, Any]
+    ) -> None:
+        live.engine.script = failing
+        chunks = events(live.post(path, fields | {"stream": True}))
+        error = chunks[-1]["error"]
+        assert (error["type"], error["code"]) == ("server_error", "worker_died")
+        assert set(error) == {"message", "type", "param", "code"}
+        assert all(c["choices"][0]["finish_reason"] is None for c in chunks[:-1])
+
+    @pytest.mark.parametrize(("path", "fields"), PATHS)
+    def test_of_a_whole_answer_is_a_status(
+        self, live: Live, path: str, fields: dict[str, Any]
+    ) -> None:
+        live.engine.script = failing
+        response = live.post(path, fields)
+        assert response.status_code == 503
+        assert error_of(response)["code"] == "worker_died"
+        assert response.headers["x-should-retry"] == "false"
+
+    def test_of_one_prompt_cancels_the_others(self, live: Live) -> None:
+        live.engine.script = lambda call: (failing if call.prompt == (97,) else decoding)(call)
+        chunks = events(live.complete(prompt=["b", "a"], stream=True))
+        assert chunks[-1]["error"]["code"] == "worker_died"
+        assert live.engine.answers[0].is_cancelled
+
+    @pytest.mark.parametrize(
+        ("code", "status", "retry"),
+        [("numeric", 500, "false"), ("internal", 500, "false"), ("draining", 503, "true"),
+         ("worker_stuck", 503, "false"), ("out_of_memory", 503, "false")],
+    )  # fmt: skip
+    def test_statuses(self, live: Live, code: str, status: int, retry: str) -> None:
+        async def script(call: Call) -> AsyncIterator[Delta | Progress]:
+            raise EngineError(code, "why")
+            yield Progress(0, 0)
+
+        live.engine.script = script
+        response = live.complete(prompt="a")
+        assert (response.status_code, response.headers["x-should-retry"]) == (status, retry)
+        assert error_of(response)["code"] == code
+
+
+class TestFraming:
+    def test_headers(self, live: Live) -> None:
+        response = live.chat(stream=True)
+        assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+        assert response.headers["cache-control"] == "no-cache"
+        assert response.headers["x-accel-buffering"] == "no"
+
+    def test_ignored_fields_are_listed_on_streams_too(self, live: Live) -> None:
+        assert live.chat(stream=True, x=1).headers["x-cflow-ignored-params"] == "x"
+
+    @pytest.mark.parametrize("script", [queued, prefilling])
+    def test_pings_before_the_first_token(self, serve: Any, script: Any) -> None:
+        live: Live = serve(FakeEngine(script), ping=0.05)
+        sock = live.raw(post("/v1/completions", {"prompt": "a", "stream": True}))
+        answer = read_all(sock)
+        sock.close()
+        assert answer.startswith(b"HTTP/1.1 200")
+        assert answer.count(b": ping\n\n") >= 5
+
+    def test_no_pings_while_tokens_flow(self, serve: Any) -> None:
+        live: Live = serve(FakeEngine(decoding), ping=0.2)
+        sock = live.raw(post("/v1/completions", {"prompt": "a", "stream": True}))
+        end = time.monotonic() + 1
+        data = b""
+        while time.monotonic() < end:
+            data += sock.recv(65536)
+        sock.close()
+        assert b": ping" not in data
+        assert data.count(b"data: ") > 20
+
+    def test_refusals_come_before_the_headers(self, live: Live) -> None:
+        live.engine.refuse = EngineError("queue_full", "512 requests are waiting")
+        response = live.chat(stream=True)
+        assert response.status_code == 429
+        error_of(response)
+
+
+def test_a_client_that_reads_nothing_is_dropped(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cflow.server.sse.STALL_S", 0.3)
+
+    async def flood(call: Call) -> AsyncIterator[Delta | Progress]:
+        while True:
+            yield Delta(0, 0, (65,), "A" * 10_000)
+            await asyncio.sleep(0)
+
+    live: Live = serve(FakeEngine(flood), ping=0.1)
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    sock.connect(("127.0.0.1", live.port))
+    sock.sendall(post("/v1/completions", {"prompt": "a", "stream": True}))
+    assert wait_for(lambda: bool(live.engine.answers) and live.engine.answers[0].is_cancelled, 5)
+    sock.close()
