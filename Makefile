@@ -8,9 +8,8 @@ CLANG_FORMAT := $(BIN)/clang-format --style=file:native/.clang-format
 CFILES = $(shell git ls-files '*.c' '*.h')
 NATIVE := $(shell find native -type f)
 
-HOST := 127.0.0.1
-PORT := 8000
-MODEL := smollm2-135m
+PORT ?= 8000
+MODEL ?= smollm2-135m
 ACCURACY := tests/engine/models
 
 .DEFAULT_GOAL := help
@@ -34,8 +33,8 @@ $(VENV)/tools: pyproject.toml
 
 build: $(VENV)/cflow ## Set up the virtual environment and build the engine
 
-serve: $(VENV)/cflow ## Serve MODEL (smollm2-135m) on HOST:PORT (127.0.0.1:8000)
-	$(BIN)/cflow serve $(MODEL) --host $(HOST) --port $(PORT)
+serve: $(VENV)/cflow ## Serve MODEL (smollm2-135m) on 127.0.0.1:PORT (8000)
+	$(BIN)/cflow serve $(MODEL) --port $(PORT)
 
 test: $(VENV)/tools $(VENV)/cflow ## Run all tests: C under ASan and UBSan, then Python
 	@failed=0; \
