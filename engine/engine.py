@@ -162,7 +162,8 @@ class Engine:
 
     def _cancel(self, request_id: int) -> None:
         """From any thread: the garbage collector's may be any."""
-        self._loop.call_soon_threadsafe(self._send_cancel, request_id)
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._send_cancel, request_id)
 
     def _send_cancel(self, request_id: int) -> None:
         if request_id in self._outboxes and self._worker is not None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from cflow.engine.batch import Batch, Chunk
 from cflow.engine.native_types import Choice, Pick, Row, StepResult
-from cflow.engine.scheduler import Batch, Chunk
 from cflow.engine.sequence import Sequence
 
 ROW_LOGITS = 1  # CFLOW_ROW_LOGITS

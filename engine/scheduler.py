@@ -10,10 +10,11 @@ choice, index) alone, so nobody sees that in an answer.
 from __future__ import annotations
 
 from bisect import insort
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
-from typing import Literal, NamedTuple
+from typing import Literal
 
+from cflow.engine.batch import Advance, Batch, Chunk
 from cflow.engine.kv_blocks import BLOCK, BlockPool, n_blocks_for
 from cflow.engine.messages import Logprob
 from cflow.engine.native_types import Score, StepResult
@@ -22,54 +23,6 @@ from cflow.engine.sequence import Request, Sequence
 from cflow.engine.waiting import WaitingLine
 
 Phase = Literal["queue", "prefill", "decode"]
-
-
-class Chunk(NamedTuple):
-    """Positions first .. first + n - 1 of a sequence, in rows row .. row + n - 1 of the step."""
-
-    sequence: Sequence
-    first: int
-    n: int
-    row: int
-
-    @property
-    def n_scores(self) -> int:
-        """Leading rows whose following prompt token gets a score."""
-        if not self.sequence.is_scoring:
-            return 0
-        return max(0, min(self.n, self.sequence.n_prompt - 1 - self.first))
-
-    @property
-    def is_last(self) -> bool:
-        """The sequence's next token can be sampled from the last row."""
-        return self.first + self.n == len(self.sequence.tokens)
-
-
-@dataclass(slots=True)
-class Batch:
-    """One step. rebound: sequences whose block table changed; fresh: blocks to clear."""
-
-    chunks: list[Chunk] = field(default_factory=list)
-    n_rows: int = 0
-    n_decodes: int = 0
-    rebound: list[Sequence] = field(default_factory=list)
-    fresh: list[int] = field(default_factory=list)
-    admitted: list[Sequence] = field(default_factory=list)
-
-    def add(self, sequence: Sequence, n: int) -> None:
-        self.chunks.append(Chunk(sequence, sequence.n_computed, n, self.n_rows))
-        self.n_rows += n
-
-
-@dataclass(slots=True)
-class Advance:
-    """What a step brought. picks: (row, sequence) to sample a token for; done: sequences that
-    wanted none; copies: (from, to) blocks to copy before the next step; failed: (request, status)."""
-
-    picks: list[tuple[int, Sequence]] = field(default_factory=list)
-    done: list[Sequence] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
-    failed: list[tuple[Request, int]] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -15,6 +15,7 @@ import time
 
 import msgspec
 
+from cflow.engine.batch import Advance, Batch
 from cflow.engine.config import EngineConfig
 from cflow.engine.errors import EngineError
 from cflow.engine.link import Link
@@ -39,7 +40,7 @@ from cflow.engine.messages import (
 from cflow.engine.native_types import Choice
 from cflow.engine.pace import Pace
 from cflow.engine.runner import Runner
-from cflow.engine.scheduler import Advance, Batch, Scheduler
+from cflow.engine.scheduler import Scheduler
 from cflow.engine.sequence import Request, Sequence
 from cflow.engine.transcript import Transcript
 from cflow.engine.worker_stats import StatsKeeper

@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cflow.engine.batch import Batch
 from cflow.engine.messages import SamplingParams, Submit
 from cflow.engine.pace import Pace
 from cflow.engine.runner import Runner
-from cflow.engine.scheduler import Batch, Scheduler
+from cflow.engine.scheduler import Scheduler
 from cflow.engine.sequence import Request, Sequence
 from cflow.engine.transcript import Transcript
 from oracles.toy_model import (

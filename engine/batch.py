@@ -1,0 +1,56 @@
+"""What a step is to compute, and what it brought."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from cflow.engine.sequence import Request, Sequence
+
+
+class Chunk(NamedTuple):
+    """Positions first .. first + n - 1 of a sequence, in rows row .. row + n - 1 of the step."""
+
+    sequence: Sequence
+    first: int
+    n: int
+    row: int
+
+    @property
+    def n_scores(self) -> int:
+        """Leading rows whose following prompt token gets a score."""
+        if not self.sequence.is_scoring:
+            return 0
+        return max(0, min(self.n, self.sequence.n_prompt - 1 - self.first))
+
+    @property
+    def is_last(self) -> bool:
+        """The sequence's next token can be sampled from the last row."""
+        return self.first + self.n == len(self.sequence.tokens)
+
+
+@dataclass(slots=True)
+class Batch:
+    """One step. rebound: sequences whose block table changed; fresh: blocks to clear."""
+
+    chunks: list[Chunk] = field(default_factory=list)
+    n_rows: int = 0
+    n_decodes: int = 0
+    rebound: list[Sequence] = field(default_factory=list)
+    fresh: list[int] = field(default_factory=list)
+    admitted: list[Sequence] = field(default_factory=list)
+
+    def add(self, sequence: Sequence, n: int) -> None:
+        self.chunks.append(Chunk(sequence, sequence.n_computed, n, self.n_rows))
+        self.n_rows += n
+
+
+@dataclass(slots=True)
+class Advance:
+    """What a step brought. picks: (row, sequence) to sample a token for; done: sequences that
+    wanted none; copies: (from, to) blocks to copy before the next step; failed: (request, status)."""
+
+    picks: list[tuple[int, Sequence]] = field(default_factory=list)
+    done: list[Sequence] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    failed: list[tuple[Request, int]] = field(default_factory=list)
