@@ -18,6 +18,8 @@ from cflow.server.routes import chat, completions, health, models, tokens
 from cflow.server.schemas import SHAPES
 from cflow.server.service import Service
 
+ROUTERS = (completions.router, chat.router, models.router, tokens.router, health.router)
+
 
 def _describe_bodies(app: FastAPI) -> None:
     """Routes read their bodies themselves; /openapi.json gets the shapes they name."""
@@ -36,14 +38,14 @@ def create_app(config: ServerConfig, engine: Engine) -> FastAPI:
     app = FastAPI(title="cflow", redirect_slashes=False)
     metrics = Metrics(engine)
     app.state.service = Service(config, engine, metrics)
-    for module in (completions, chat, models, tokens, health):
-        app.include_router(module.router)
+    for router in ROUTERS:
+        app.include_router(router)
     install_error_handlers(app)
     _describe_bodies(app)
     # The last added is the outermost.
     if config.api_keys is not None:
         app.add_middleware(Authentication, keys=ApiKeys.read(config.api_keys))
     app.add_middleware(Linger)
-    templates = [route.path for route in app.routes if isinstance(route, APIRoute)]
+    templates = [r.path for router in ROUTERS for r in router.routes if isinstance(r, APIRoute)]
     app.add_middleware(HttpMetrics, metrics=metrics, templates=templates)
     return app

@@ -9,14 +9,10 @@ from typing import Any
 import msgspec
 from fastapi import Request
 
-from cflow.server.errors import RequestError, shorten
+from cflow.server.errors import ClientGone, RequestError, shorten
 
 _JSON_TYPE = re.compile(r"application/([a-z0-9.]+\+)?json\s*(;.*)?", re.IGNORECASE)
 _SURROGATE = re.compile("[\ud800-\udfff]")
-
-
-class ClientGone(Exception):
-    """The client closed the connection; nobody reads an answer."""
 
 
 def _too_large(limit: int) -> RequestError:

@@ -35,6 +35,10 @@ class RequestError(CflowError):
         self.headers = dict(headers or {})
 
 
+class ClientGone(Exception):
+    """The client closed the connection; nobody reads an answer."""
+
+
 # code of an EngineError -> HTTP status. Everything else the engine reports is a 500.
 ENGINE_STATUS = {
     "invalid_request": 400,
@@ -116,6 +120,10 @@ async def _no_route(request: Request, error: Exception) -> Response:
     )
 
 
+async def _gone(_request: Request, _error: Exception) -> Response:
+    return Response(status_code=499)
+
+
 async def _crash(_request: Request, _error: Exception) -> Response:
     """A fault of ours: the log has the traceback, the client none of it."""
     message = "The server failed on this request; its log has the cause."
@@ -127,4 +135,5 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(RequestError, _refuse)
     app.add_exception_handler(EngineError, _fail)
     app.add_exception_handler(HTTPException, _no_route)
+    app.add_exception_handler(ClientGone, _gone)
     app.add_exception_handler(Exception, _crash)

@@ -8,8 +8,7 @@ from fastapi import APIRouter, Request, Response
 
 from cflow.engine.messages import Delta, Finish, SamplingParams
 from cflow.engine.tokenizer import Tokenizer
-from cflow.server.body import ClientGone
-from cflow.server.errors import RequestError
+from cflow.server.errors import ClientGone, RequestError
 from cflow.server.generation import Generation
 from cflow.server.logprobs import chat_logprobs
 from cflow.server.parameters import refuse_given, sampling_params

@@ -8,8 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from cflow.engine.messages import Delta, Finish, Logprob, SamplingParams
-from cflow.server.body import ClientGone
-from cflow.server.errors import RequestError
+from cflow.server.errors import ClientGone, RequestError
 from cflow.server.generation import Generation
 from cflow.server.logprobs import Legacy, LegacyLogprobs, join, prompt_texts
 from cflow.server.parameters import sampling_params

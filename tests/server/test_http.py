@@ -165,7 +165,9 @@ class TestKeepAlive:
     @pytest.mark.parametrize("body", [b"{bad", b'{"prompt":5}', b"x" * 70_000, b""])
     @pytest.mark.parametrize("path", ["/v1/completions", "/v1/nope", "/live"])
     def test_two_requests_in_one_write(self, live: Live, body: bytes, path: str) -> None:
-        sock = live.raw(request("POST", path, body) + request("GET", "/health"))
+        sock = live.raw(
+            request("POST", path, body) + request("GET", "/health", b"", "Connection: close")
+        )
         answer = read_all(sock)
         sock.close()
         first, _, rest = answer.partition(b"\r\n\r\n")
@@ -181,7 +183,10 @@ class TestKeepAlive:
         keys.write_text("secret\n")
         live: Live = serve(api_keys=keys)
         for body in (b'{"prompt":"a"}', b"x" * 5_000_000):
-            sock = live.raw(request("POST", "/v1/completions", body) + request("GET", "/health"))
+            sock = live.raw(
+                request("POST", "/v1/completions", body)
+                + request("GET", "/health", b"", "Connection: close")
+            )
             answer = read_all(sock)
             sock.close()
             assert answer.startswith(b"HTTP/1.1 401")

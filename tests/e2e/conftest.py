@@ -1,0 +1,53 @@
+"""Fixtures of the end-to-end tests."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from running import Server
+
+from cflow.engine import hub
+from cflow.engine.errors import ModelError
+
+# Few sequences and a short context: small KV memory, quick start.
+FLAGS = ("--context", "2048", "--max-sequences", "16")
+
+
+@pytest.fixture(scope="session")
+def model() -> Path:
+    """SmolLM2-135M-Instruct, fetched and converted once into the cache."""
+    try:
+        return hub.resolve("smollm2-135m")
+    except ModelError as error:
+        pytest.skip(f"no model: {error}")
+
+
+@pytest.fixture(scope="session")
+def shared(model: Path) -> Iterator[Server]:
+    """A server for tests that leave it as it was."""
+    server = Server(model, *FLAGS).ready()
+    yield server
+    server.stop()
+    print(server.log)
+    assert "Traceback" not in server.log
+    assert "starting again" not in server.log
+
+
+@pytest.fixture
+def start(model: Path) -> Iterator[Callable[..., Server]]:
+    """start(*flags): a server of the test's own, not yet ready."""
+    running: list[Server] = []
+
+    def make(*flags: str) -> Server:
+        running.append(Server(model, *FLAGS, *flags))
+        return running[-1]
+
+    yield make
+    for server in running:
+        server.stop()

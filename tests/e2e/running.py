@@ -1,0 +1,178 @@
+"""A real `cflow serve` process with a real model."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+
+START_S = 60.0
+
+
+class Server:
+    """Listening when made; ready() waits for the model."""
+
+    def __init__(self, model: Path, *flags: str) -> None:
+        command = [sys.executable, "-m", "cflow.server", "serve", str(model), "--port", "0"]
+        self.process = subprocess.Popen(
+            [*command, "--served-name", "M", *flags], stderr=subprocess.PIPE, text=True
+        )
+        self._lines: list[str] = []
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+        assert wait_for(lambda: self._address() is not None, START_S), self.log
+        self.url = self._address() or ""
+        self.http = httpx.Client(base_url=self.url, timeout=60, verify=False)
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        with self.process.stderr as lines:
+            self._lines += lines
+
+    def _address(self) -> str | None:
+        found = re.search(r"listening at (http\S+),", self.log)
+        return found[1] if found else None
+
+    @property
+    def log(self) -> str:
+        return "".join(self._lines)
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rsplit(":", 1)[1])
+
+    def status(self, path: str) -> int:
+        return self.http.get(path).status_code
+
+    def ready(self) -> Server:
+        assert wait_for(lambda: self.status("/ready") == 200, START_S), self.log
+        return self
+
+    def openai(self, **options: Any) -> openai.OpenAI:
+        base = f"{self.url}/v1"
+        return openai.OpenAI(base_url=base, api_key="none", http_client=self.http, **options)
+
+    def complete(self, prompt: Any, **fields: Any) -> dict[str, Any]:
+        return self.post("/v1/completions", {"prompt": prompt, "temperature": 0} | fields)
+
+    def chat(self, text: str, **fields: Any) -> dict[str, Any]:
+        messages = [{"role": "user", "content": text}]
+        return self.post("/v1/chat/completions", {"messages": messages, "temperature": 0} | fields)
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        response = self.http.post(path, json=body)
+        assert response.status_code == 200, response.text
+        found: dict[str, Any] = response.json()
+        return found
+
+    def events(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """The events of a stream as they come; the last is {"done": True} if it ended so."""
+        with self.http.stream("POST", path, json={"temperature": 0} | body | {"stream": True}) as r:
+            assert r.status_code == 200, r.read()
+            for line in r.iter_lines():
+                if line == "data: [DONE]":
+                    yield {"done": True}
+                elif line.startswith("data: "):
+                    yield json.loads(line.removeprefix("data: "))
+
+    def metric(self, name: str) -> float:
+        """The sum of a family's samples of that name."""
+        text = self.http.get("/metrics").text
+        samples = re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", text, re.MULTILINE)
+        assert samples, name
+        return sum(map(float, samples))
+
+    def workers(self) -> list[int]:
+        return workers_of(self.process.pid)
+
+    def stop(self) -> int:
+        """Ends it the quick way; the exit code."""
+        self.http.close()
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            time.sleep(0.05)
+            self.process.send_signal(signal.SIGTERM)
+        code = self.process.wait(20)
+        self._reader.join()
+        return code
+
+
+LONG: dict[str, Any] = {"prompt": "Count: 1 2 3", "max_tokens": 1900, "ignore_eos": True}
+
+
+class Stream:
+    """A stream read in a thread."""
+
+    def __init__(self, server: Server, **fields: Any) -> None:
+        self.events: list[dict[str, Any]] = []
+        self._server = server
+        self._fields = LONG | fields
+        self.ended = 0.0
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+
+    def _read(self) -> None:
+        for event in self._server.events("/v1/completions", self._fields):
+            self.events.append(event)
+        self.ended = time.monotonic()
+
+    def join(self, timeout_s: float = 20) -> list[dict[str, Any]]:
+        self._thread.join(timeout_s)
+        assert not self._thread.is_alive()
+        return self.events
+
+
+def assert_failed(events: list[dict[str, Any]], code: str) -> None:
+    """An error event, then [DONE], and no choice that claims to be finished."""
+    assert events[-1] == {"done": True}
+    assert events[-2]["error"]["code"] == code
+    assert events[-2]["error"]["type"] == "server_error"
+    assert all(e["choices"][0]["finish_reason"] is None for e in events[:-2])
+
+
+def workers_of(pid: int) -> list[int]:
+    """Engine workers whose parent is `pid`."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            command = (entry / "cmdline").read_bytes()
+        except (OSError, IndexError):
+            continue
+        if parent == pid and b"cflow.engine.worker" in command:
+            found.append(int(entry.name))
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return (Path("/proc") / str(pid) / "stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
+    """Whether it became true in time."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.05)
+    return condition()

@@ -1,0 +1,89 @@
+"""Start and end: ready only when it is, SIGTERM drains, nothing is left."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+from running import Server, Stream, assert_failed, is_alive, wait_for
+
+
+def end(server: Server, *, within_s: float) -> None:
+    """It exits with 0 in time and leaves no worker."""
+    workers = server.workers()
+    started = time.monotonic()
+    assert server.process.wait(within_s) == 0, server.log
+    assert time.monotonic() - started < within_s
+    assert not any(is_alive(worker) for worker in workers)
+    assert "Traceback" not in server.log
+
+
+def test_never_ready_before_it_can_answer(start: Callable[..., Server]) -> None:
+    server = start()
+    seen = set()
+    while True:
+        state = server.http.get("/health").json()["status"]
+        response = server.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1})
+        assert server.status("/live") == 200
+        seen.add((state, response.status_code))
+        if response.status_code == 200:
+            break
+        assert response.status_code == 503
+        assert response.json()["error"]["code"] == "loading"
+        assert 1 <= int(response.headers["retry-after"]) <= 120
+    assert ("ok", 503) not in seen
+
+
+def test_running_streams_finish(start: Callable[..., Server]) -> None:
+    server = start().ready()
+    stream = Stream(server, max_tokens=400)
+    assert wait_for(lambda: len(stream.events) > 3, 10)
+    server.process.send_signal(signal.SIGTERM)
+    assert wait_for(lambda: server.status("/ready") == 503, 2)
+    assert server.status("/live") == 200
+    refused = server.http.post("/v1/completions", json={"prompt": "x"})
+    assert refused.status_code == 503
+    assert refused.json()["error"]["code"] == "draining"
+    assert refused.headers["connection"] == "close"
+    events = stream.join(30)
+    assert events[-1] == {"done": True}
+    assert events[-2]["choices"][0]["finish_reason"] == "length"
+    end(server, within_s=10)
+
+
+def test_streams_past_the_limit_get_an_error(start: Callable[..., Server]) -> None:
+    server = start("--drain-timeout", "1").ready()
+    stream = Stream(server, n=8)
+    assert wait_for(lambda: len(stream.events) > 3, 10)
+    server.process.send_signal(signal.SIGTERM)
+    started = time.monotonic()
+    assert_failed(stream.join(), "draining")
+    assert time.monotonic() - started < 4
+    end(server, within_s=5)
+
+
+def test_a_second_signal_is_quick(start: Callable[..., Server]) -> None:
+    server = start().ready()
+    stream = Stream(server, n=8)
+    assert wait_for(lambda: len(stream.events) > 3, 10)
+    server.process.send_signal(signal.SIGTERM)
+    time.sleep(0.3)
+    assert server.process.poll() is None
+    server.process.send_signal(signal.SIGTERM)
+    end(server, within_s=5)
+    stream.join()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_idle_server_ends_at_once(start: Callable[..., Server], number: signal.Signals) -> None:
+    server = start().ready()
+    server.process.send_signal(number)
+    end(server, within_s=4)
+
+
+def test_signal_while_loading(start: Callable[..., Server]) -> None:
+    server = start()
+    server.process.send_signal(signal.SIGTERM)
+    end(server, within_s=4)

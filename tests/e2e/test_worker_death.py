@@ -1,0 +1,103 @@
+"""The worker dies, hangs, or loses its front end; the server lives on, or nothing is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from running import LONG, Server, Stream, assert_failed, is_alive, kill, wait_for
+
+
+def test_killed_under_load(start: Callable[..., Server]) -> None:
+    server = start().ready()
+    text = server.complete("The capital of France is", max_tokens=8)["choices"][0]["text"]
+    counters = (
+        "vllm:generation_tokens_total",
+        "vllm:prompt_tokens_total",
+        "cflow_read_bytes_total",
+    )
+    streams = [Stream(server) for _ in range(4)]
+    assert wait_for(lambda: all(len(s.events) > 5 for s in streams), 20)
+    before = {name: server.metric(name) for name in counters}
+    (worker,) = server.workers()
+    killed = time.monotonic()
+    kill(worker)
+    for stream in streams:
+        assert_failed(stream.join(), "worker_died")
+        assert stream.ended - killed < 5
+    server.ready()
+    answer = server.complete("The capital of France is", max_tokens=8)
+    assert answer["choices"][0]["text"] == text
+    assert server.metric("cflow_worker_restarts_total") == 1
+    assert all(server.metric(name) >= value for name, value in before.items())
+    assert server.workers() != [worker]
+    assert len(server.workers()) == 1
+
+
+def test_killed_while_idle_and_during_a_prompt(start: Callable[..., Server]) -> None:
+    server = start().ready()
+    kill(server.workers()[0])
+    assert wait_for(lambda: server.status("/health") == 503, 2)
+    server.ready()
+    stream = Stream(server, prompt=[100] * 2000, max_tokens=10)
+    assert wait_for(
+        lambda: server.metric("vllm:num_requests_running") > 0 or bool(stream.events), 5
+    )
+    kill(server.workers()[0])
+    events = stream.join()
+    assert events[-1] == {"done": True}
+    server.ready()
+    assert server.complete("x", max_tokens=1)["usage"]["completion_tokens"] == 1
+
+
+def test_a_whole_answer_fails_with_a_status(start: Callable[..., Server]) -> None:
+    server = start().ready()
+    statuses: list[int] = []
+
+    def ask() -> None:
+        statuses.append(server.http.post("/v1/completions", json=LONG).status_code)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    assert wait_for(lambda: server.metric("vllm:num_requests_running") == 1, 5)
+    kill(server.workers()[0])
+    thread.join(10)
+    assert statuses == [503]
+
+
+def test_stopped_worker_is_found_and_replaced(start: Callable[..., Server]) -> None:
+    server = start().ready()
+    stream = Stream(server)
+    assert wait_for(lambda: len(stream.events) > 3, 10)
+    (worker,) = server.workers()
+    os.kill(worker, signal.SIGSTOP)
+    assert server.status("/live") == 200
+    assert_failed(stream.join(30), "worker_stuck")
+    server.ready()
+    assert not is_alive(worker)
+    assert server.complete("x", max_tokens=1)["usage"]["completion_tokens"] == 1
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_no_worker_outlives_a_killed_front_end(start: Callable[..., Server], is_busy: bool) -> None:
+    server = start().ready()
+    thread = threading.Thread(target=_ignore_errors, args=(server,)) if is_busy else None
+    if thread:
+        thread.start()
+        assert wait_for(lambda: server.metric("vllm:num_requests_running") == 1, 5)
+    (worker,) = server.workers()
+    kill(server.process.pid)
+    assert wait_for(lambda: not is_alive(worker), 3)
+    if thread:
+        thread.join()
+
+
+def _ignore_errors(server: Server) -> None:
+    try:
+        server.http.post("/v1/completions", json=LONG)
+    except Exception as error:  # the connection breaks, in one of several ways
+        print(error)
