@@ -129,6 +129,7 @@ static void lay_rest(cflow_ctx *ctx, layout *l) {
     ctx->logit_of_row = take(l, rows, sizeof *ctx->logit_of_row);
     ctx->step.logit_rows = take(l, rows, sizeof *ctx->step.logit_rows);
     ctx->step.score_rows = take(l, rows, sizeof *ctx->step.score_rows);
+    ctx->shares = take(l, (size_t)o->n_threads, sizeof *ctx->shares);
     ctx->scratch_bytes = scratch_bytes(ctx);
     ctx->scratch = take(l, (size_t)o->n_threads, ctx->scratch_bytes);
 }
@@ -168,6 +169,11 @@ static cflow_status check_options(const cflow_model *m, const cflow_ctx_options 
     if (!s)
         s = check_option(kv >= CFLOW_KV_F16 && kv <= CFLOW_KV_Q8, "kv_type", kv, "a cflow_kv_type",
                          err);
+    for (uint32_t i = 0; !s && i < m->header.n_layers; i++)
+        if ((uint64_t)o->max_rows * model_layer(m, i)->n_kv_heads >> UNIT_BITS)
+            s = fail(err, CFLOW_EINVAL, "max_rows is %d; with %u KV heads it must be below %d",
+                     o->max_rows, model_layer(m, i)->n_kv_heads,
+                     (1 << UNIT_BITS) / (int)model_layer(m, i)->n_kv_heads);
     if (!s && m->as_f32)
         s = check_option(kv == CFLOW_KV_F32, "kv_type", kv, "f32 where weights are held as f32",
                          err);

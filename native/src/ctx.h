@@ -13,7 +13,8 @@ enum {
     UNIT = 32, /* outputs of the smallest piece of work on a matrix: one block of activations */
     STRIPE_UNITS = 4, /* most units of a stripe */
     GATED_ROWS = 64,  /* rows whose gate and up outputs a thread holds at once */
-    SCORE_ROWS = 32   /* rows whose logits are held at once for scoring */
+    SCORE_ROWS = 32,  /* rows whose logits are held at once for scoring */
+    UNIT_BITS = 24    /* a phase has fewer units than this many bits count */
 };
 
 /* Which rows chose which expert, for one layer. Slot row * top_k + rank holds what that choice
@@ -45,8 +46,18 @@ typedef struct {
     int32_t *score_rows; /* (n_scores,) */
     uint32_t n_logits, n_scores;
     uint64_t attended; /* positions all rows look at together */
-    int stop[2];       /* by parity of the stage: all threads see the same answer */
+    uint32_t n_phases;
+    atomic_uint phase;      /* the one running; n_phases: none */
+    atomic_uint units_done; /* of the running phase */
+    uint32_t n_units;
+    int cancelled;
 } step;
+
+/* What is left of a thread's share of the running phase: units [next, end) under the phase's turn.
+ */
+typedef struct {
+    _Alignas(64) atomic_uint_fast64_t left;
+} share;
 
 struct cflow_ctx {
     const cflow_model *model;
@@ -69,6 +80,7 @@ struct cflow_ctx {
     int32_t *logit_of_row; /* (max_rows,) row of logits, -1: none */
     uint8_t *scratch;      /* (n_threads, scratch_bytes) */
     size_t scratch_bytes;
+    share *shares; /* (n_threads,) */
     step step;
     atomic_int cancelled;
     atomic_uint_fast64_t stage_count, read_bytes;
@@ -106,7 +118,6 @@ void multiply_gated(const cflow_ctx *ctx, const cflow_layer *l, const matrix *ga
 /* Codes of columns [column, column + n) of a row of b; n a multiple of 32. Nothing if it has none.
  */
 void buffer_quantize(const cflow_ctx *ctx, const buffer *b, size_t row, size_t column, uint32_t n);
-float sigmoid(const cflow_ctx *ctx, float x);
 
 /* A span is a run of equal units of one op; these are what forward.c splits over the threads. */
 typedef struct {
@@ -114,6 +125,10 @@ typedef struct {
     uint64_t cost; /* of a unit, in weight bytes times rows */
 } span;
 
+/* Units [first, end) of an op's work; of one piece, expert or phase where there are several. */
+void matmul_run(const cflow_ctx *ctx, const op *o, const piece *one, uint32_t first, uint32_t end);
+void gated_run(const cflow_ctx *ctx, const op *o, uint32_t first, uint32_t end, int thread);
+void combine_row(const cflow_ctx *ctx, const op *o, uint32_t row);
 span kv_span(const cflow_ctx *ctx, const op *o);
 void kv_run(const cflow_ctx *ctx, const op *o, uint32_t first, uint32_t end, int thread);
 span attend_span(const cflow_ctx *ctx, const op *o);
@@ -124,6 +139,12 @@ uint32_t expert_spans(const cflow_ctx *ctx, const op *o);
 span expert_span(const cflow_ctx *ctx, const op *o, uint32_t index);
 void expert_run(const cflow_ctx *ctx, const op *o, uint32_t index, uint32_t first, uint32_t end,
                 int thread);
+
+const matrix *head_matrix(const cflow_model *m);
+/* Phases of this step's head, and one of them. */
+uint32_t head_phases(const cflow_ctx *ctx);
+span head_span(const cflow_ctx *ctx, uint32_t phase);
+void head_phase(cflow_ctx *ctx, uint32_t phase, uint32_t first, uint32_t end);
 
 /* Fills (context, rope_dim): rope_dim / 2 cosines then as many sines for each position. */
 void rope_table(const cflow_layer *l, uint32_t context, float *table);

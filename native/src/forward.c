@@ -1,158 +1,8 @@
-/* The step: stages of the plan, then the head. Each stage's work is one line of bytes cut evenly.
- */
-#include <math.h>
-#include <string.h>
-
+/* The step: phases (the plan's stages, then the head) whose units the threads share by bytes. */
 #include "ctx.h"
-#include "sample.h"
 #include "status.h"
 
-/* ---- matrices ---- */
-
-static activations activations_from(activations x, size_t row) {
-    const size_t ld = x.ld;
-    return (activations){.f = x.f + row * ld,
-                         .q = x.q ? x.q + row * ld : NULL,
-                         .scale = x.scale ? x.scale + row * (ld / 32) : NULL,
-                         .sum = x.sum ? x.sum + row * (ld / 16) : NULL,
-                         .ld = ld};
-}
-
-void multiply(const cflow_ctx *ctx, const matrix *w, uint32_t first, uint32_t end, activations x,
-              const int32_t *x_rows, uint32_t m, const int32_t *y_rows, float *y, size_t y_ld) {
-    const uint32_t per_stripe = w->stripe_rows / UNIT;
-    for (uint32_t u = first, n; u < end; u += n) {
-        n = per_stripe - u % per_stripe;
-        if (n > end - u) n = end - u;
-        ctx->k.matmul[w->encoding](&(matmul_args){
-            .stripe = w->data + u / per_stripe * w->stripe_stride,
-            .stripe_groups = w->stripe_rows / 16,
-            .first = u % per_stripe * 2,
-            .n_groups = n * 2,
-            .n_blocks = w->n_blocks,
-            .m = m,
-            .x = x,
-            .x_rows = x_rows,
-            .y_rows = y_rows,
-            .y = y + (size_t)(u - first) * UNIT,
-            .y_ld = y_ld,
-        });
-    }
-}
-
-void buffer_quantize(const cflow_ctx *ctx, const buffer *b, size_t row, size_t column, uint32_t n) {
-    if (!b->q) return;
-    const size_t at = row * b->ld + column;
-    ctx->k.quantize(b->f + at, n, b->q + at, b->scale + at / 32, b->sum + at / 16);
-}
-
-void multiply_gated(const cflow_ctx *ctx, const cflow_layer *l, const matrix *gate,
-                    const matrix *up, uint32_t first, uint32_t end, activations x,
-                    const int32_t *x_rows, uint32_t m, const int32_t *y_rows, const buffer *hidden,
-                    int thread) {
-    enum { LD = STRIPE_UNITS * UNIT };
-    float *g = ctx_scratch(ctx, thread), *u = g + GATED_ROWS * LD;
-    for (uint32_t unit = first, n; unit < end; unit += n) {
-        const uint32_t per_stripe = gate->stripe_rows / UNIT;
-        n = per_stripe - unit % per_stripe;
-        if (n > end - unit) n = end - unit;
-        for (uint32_t row = 0, rows; row < m; row += rows) {
-            rows = m - row < GATED_ROWS ? m - row : GATED_ROWS;
-            const activations part = x_rows ? x : activations_from(x, row);
-            const int32_t *part_rows = x_rows ? x_rows + row : NULL;
-            multiply(ctx, gate, unit, unit + n, part, part_rows, rows, NULL, g, LD);
-            multiply(ctx, up, unit, unit + n, part, part_rows, rows, NULL, u, LD);
-            for (uint32_t i = 0; i < rows; i++) {
-                const size_t y = (size_t)(y_rows ? y_rows[row + i] : (int32_t)(row + i));
-                ctx->k.gated(g + i * LD, u + i * LD, n * UNIT, (cflow_activation)l->activation,
-                             (int)l->activation_on_up, hidden->f + y * hidden->ld + unit * UNIT);
-                buffer_quantize(ctx, hidden, y, unit * UNIT, n * UNIT);
-            }
-        }
-    }
-}
-
-static void matmul_run(const cflow_ctx *ctx, const op *o, const piece *one, uint32_t first,
-                       uint32_t end) {
-    const buffer *y = ctx_buffer(ctx, one->out);
-    const uint32_t m = ctx->step.n_rows;
-    multiply(ctx, one->w, first, end, buffer_activations(ctx_buffer(ctx, o->in[0])), NULL, m, NULL,
-             y->f + first * UNIT, y->ld);
-    if (!one->bias) return;
-    const uint32_t last = end * UNIT < one->w->n_rows ? end * UNIT : one->w->n_rows;
-    for (uint32_t row = 0; row < m; row++)
-        for (uint32_t i = first * UNIT; i < last; i++) y->f[row * y->ld + i] += one->bias[i];
-}
-
-static void gated_run(const cflow_ctx *ctx, const op *o, uint32_t first, uint32_t end, int thread) {
-    multiply_gated(ctx, model_layer(ctx->model, (uint32_t)o->layer), o->gate, o->up, first, end,
-                   buffer_activations(ctx_buffer(ctx, o->in[0])), NULL, ctx->step.n_rows, NULL,
-                   ctx_buffer(ctx, o->out[0]), thread);
-}
-
-/* ---- the residual stream ---- */
-
-float sigmoid(const cflow_ctx *ctx, float x) {
-    const float minus = -x;
-    float e;
-    ctx->k.exp_shifted(&minus, 1, 0.0f, &e);
-    return 1.0f / (1.0f + e);
-}
-
-static void embed(const cflow_ctx *ctx, int32_t token, float *x) {
-    const matrix *w = &ctx->model->global[CFLOW_EMBEDDING];
-    const uint32_t row = (uint32_t)token, n = w->n_cols;
-    stripe_row(w->encoding, w->data + row / w->stripe_rows * w->stripe_stride, w->stripe_rows, n,
-               row % w->stripe_rows, x);
-    const float scale = ctx->model->header.embedding_scale;
-    if (scale != 1.0f)
-        for (uint32_t i = 0; i < n; i++) x[i] *= scale;
-}
-
-/* A routed term: its ranks, weighted, in order. Unused ranks have weight 0 and stale contents. */
-static const float *sum_ranks(const cflow_ctx *ctx, const term *t, uint32_t row, uint32_t n) {
-    const uint32_t per_row = ctx->model->plan->values[t->value].per_row;
-    const buffer *each = ctx_buffer(ctx, t->value), *weights = ctx_buffer(ctx, t->weights);
-    const buffer *sum = ctx_buffer(ctx, t->sum);
-    const float *w = weights->f + row * weights->ld;
-    float *out = sum->f + row * sum->ld;
-    memset(out, 0, n * sizeof *out);
-    for (uint32_t rank = 0; rank < per_row; rank++)
-        if (w[rank] != 0.0f)
-            ctx->k.add_scaled(out, each->f + ((size_t)row * per_row + rank) * each->ld, w[rank], n,
-                              out);
-    return out;
-}
-
-static void combine_row(const cflow_ctx *ctx, const op *o, uint32_t row) {
-    const uint32_t n = ctx->model->header.d_model;
-    const buffer *stream = ctx_buffer(ctx, o->out[0]);
-    float *x = stream->f + row * stream->ld;
-    if (o->base == NO_VALUE)
-        embed(ctx, ctx->step.rows[row].token, x);
-    else
-        memcpy(x, ctx_buffer(ctx, o->base)->f + row * stream->ld, n * sizeof *x);
-    for (uint32_t i = 0; i < o->n_terms; i++) {
-        const term *t = &o->terms[i];
-        const buffer *b = ctx_buffer(ctx, t->value);
-        const float *add = t->weights == NO_VALUE ? b->f + row * b->ld : sum_ranks(ctx, t, row, n);
-        float scale = t->scale;
-        if (t->gate != NO_VALUE) {
-            const buffer *gate = ctx_buffer(ctx, t->gate);
-            scale *= sigmoid(ctx, gate->f[row * gate->ld]);
-        }
-        ctx->k.add_scaled(x, add, scale, n, x);
-    }
-    for (uint32_t i = 0; i < o->n_norms; i++) {
-        const norm *w = &o->norms[i];
-        const buffer *b = ctx_buffer(ctx, w->out);
-        const float r = 1.0f / sqrtf(ctx->k.sum_squares(x, n) / (float)n + w->eps);
-        ctx->k.scale_weight(x, r, matrix_vector(w->weight), w->offset, n, b->f + row * b->ld);
-        buffer_quantize(ctx, b, row, 0, (uint32_t)round_up(n, 32));
-    }
-}
-
-/* ---- stages ---- */
+/* ---- what a phase consists of ---- */
 
 static uint32_t n_spans(const cflow_ctx *ctx, const op *o) {
     if (o->kind == OP_MATMUL) return o->n_pieces;
@@ -211,99 +61,155 @@ static void run_span(cflow_ctx *ctx, const op *o, uint32_t index, uint32_t first
     }
 }
 
-/* Units of a span whose start lies in [lo, hi) on the stage's line of costs, the span starting at
- * `at`. */
-static uint32_t units_before(uint64_t point, uint64_t at, span s) {
-    if (point <= at) return 0;
-    const uint64_t n = (point - at + s.cost - 1) / s.cost;
-    return n < s.units ? (uint32_t)n : s.units;
-}
+/* Calls visit for every span of a phase in order, until it returns 0. */
+typedef int (*span_visitor)(cflow_ctx *ctx, const op *o, uint32_t index, span s, void *arg);
 
-static void run_stage(cflow_ctx *ctx, uint32_t stage, int thread) {
+static void visit_spans(cflow_ctx *ctx, uint32_t phase, span_visitor visit, void *arg) {
     const plan *p = ctx->model->plan;
-    const uint32_t first = p->first_op[stage], end = p->first_op[stage + 1];
-    const uint64_t n_threads = (uint64_t)ctx->options.n_threads;
-    uint64_t total = 0, at = 0;
-    for (uint32_t i = first; i < end; i++)
-        for (uint32_t j = 0; j < n_spans(ctx, &p->ops[i]); j++) {
-            const span s = span_of(ctx, &p->ops[i], j);
-            total += s.units * s.cost;
-        }
-    const uint64_t lo = total * (uint64_t)thread / n_threads;
-    const uint64_t hi = total * ((uint64_t)thread + 1) / n_threads;
-    for (uint32_t i = first; i < end; i++)
-        for (uint32_t j = 0; j < n_spans(ctx, &p->ops[i]); j++) {
-            const span s = span_of(ctx, &p->ops[i], j);
-            const uint32_t u0 = units_before(lo, at, s), u1 = units_before(hi, at, s);
-            if (u0 < u1) run_span(ctx, &p->ops[i], j, u0, u1, thread);
-            at += s.units * s.cost;
-        }
+    if (phase >= p->n_stages) {
+        visit(ctx, NULL, phase - p->n_stages, head_span(ctx, phase - p->n_stages), arg);
+        return;
+    }
+    for (uint32_t i = p->first_op[phase]; i < p->first_op[phase + 1]; i++)
+        for (uint32_t j = 0, n = n_spans(ctx, &p->ops[i]); j < n; j++)
+            if (!visit(ctx, &p->ops[i], j, span_of(ctx, &p->ops[i], j), arg)) return;
 }
 
-/* ---- the head ---- */
+/* ---- sharing: each thread has a run of units of equal cost; one that is done takes from the
+ * others. So a thread that the kernel has put aside delays the step by no more than what it holds.
+ * ---- */
 
-static const matrix *head_matrix(const cflow_model *m) {
-    return &m->global[m->header.tied ? CFLOW_EMBEDDING : CFLOW_HEAD];
+enum { TURN_BITS = 64 - 2 * UNIT_BITS };
+
+static uint64_t pack(unsigned turn, uint32_t next, uint32_t end) {
+    return (uint64_t)(turn & ((1u << TURN_BITS) - 1)) << 2 * UNIT_BITS |
+           (uint64_t)next << UNIT_BITS | end;
 }
 
-static void head_run(cflow_ctx *ctx, const int32_t *rows, uint32_t n, float *y, int thread) {
-    const matrix *w = head_matrix(ctx->model);
-    const uint64_t units = matrix_units(w), n_threads = (uint64_t)ctx->options.n_threads;
-    const uint32_t first = (uint32_t)(units * (uint64_t)thread / n_threads);
-    const uint32_t end = (uint32_t)(units * ((uint64_t)thread + 1) / n_threads);
-    const buffer *x = ctx_buffer(ctx, ctx->model->plan->final_norm);
-    if (first < end)
-        multiply(ctx, w, first, end, buffer_activations(x), rows, n, NULL, y + first * UNIT,
-                 ctx->vocab_ld);
-    pool_barrier(ctx->pool, thread);
+typedef struct {
+    uint64_t cost;
+    uint32_t units;
+} totals;
+
+static int add_span(cflow_ctx *ctx, const op *o, uint32_t index, span s, void *arg) {
+    (void)ctx, (void)o, (void)index;
+    totals *t = arg;
+    t->cost += s.units * s.cost;
+    t->units += s.units;
+    return 1;
 }
 
-static void check_logits(cflow_ctx *ctx, int thread) {
-    const uint32_t n = ctx->model->header.vocab_size;
-    for (uint32_t i = (uint32_t)thread; i < ctx->step.n_logits;
-         i += (uint32_t)ctx->options.n_threads)
-        if (!isfinite(ctx->k.max(ctx->logits + i * ctx->vocab_ld, n)))
-            ctx->step.row_status[ctx->step.logit_rows[i]] = CFLOW_ENUMERIC;
+typedef struct {
+    totals all, so_far;
+    unsigned turn;
+    int thread;     /* the next whose share ends */
+    uint32_t begun; /* where that share began */
+} division;
+
+/* Ends shares where the line of costs passes their border. */
+static int divide_span(cflow_ctx *ctx, const op *o, uint32_t index, span s, void *arg) {
+    division *d = arg;
+    const uint64_t n = (uint64_t)ctx->options.n_threads;
+    for (; d->thread < ctx->options.n_threads; d->thread++) {
+        const uint64_t border = d->all.cost * ((uint64_t)d->thread + 1) / n;
+        if (border > d->so_far.cost + s.units * s.cost) break;
+        const uint32_t end =
+            d->so_far.units + (uint32_t)((border - d->so_far.cost + s.cost - 1) / s.cost);
+        atomic_store_explicit(&ctx->shares[d->thread].left, pack(d->turn, d->begun, end),
+                              memory_order_release);
+        d->begun = end;
+    }
+    return add_span(ctx, o, index, s, &d->so_far);
 }
 
-static void run_scores(cflow_ctx *ctx, int thread) {
-    const step *s = &ctx->step;
-    const int32_t n_vocab = (int32_t)ctx->model->header.vocab_size;
-    for (uint32_t at = 0; at < s->n_scores; at += SCORE_ROWS) {
-        const uint32_t n = s->n_scores - at < SCORE_ROWS ? s->n_scores - at : SCORE_ROWS;
-        head_run(ctx, s->score_rows + at, n, ctx->score_logits, thread);
-        for (uint32_t i = (uint32_t)thread; i < n; i += (uint32_t)ctx->options.n_threads) {
-            const int32_t row = s->score_rows[at + i];
-            cflow_score *score = &s->scores[at + i];
-            score_row(&ctx->k, ctx->score_logits + i * ctx->vocab_ld, n_vocab, s->rows[row].target,
-                      s->rows[row].n_top, score);
-            if (!isfinite(score->logprob)) s->row_status[row] = CFLOW_ENUMERIC;
-        }
-        pool_barrier(ctx->pool, thread);
+/* Makes the next phase that has work ready, or ends the step. */
+static void begin_phase(cflow_ctx *ctx, uint32_t phase) {
+    step *s = &ctx->step;
+    totals all = {0};
+    s->cancelled = atomic_load(&ctx->cancelled);
+    if (s->cancelled) phase = s->n_phases;
+    for (; phase < s->n_phases; phase++) {
+        visit_spans(ctx, phase, add_span, &all);
+        if (all.units) break;
+    }
+    s->n_units = all.units;
+    atomic_store(&s->units_done, 0);
+    atomic_store(&s->phase, phase);
+    if (phase < s->n_phases) {
+        division d = {.all = all, .turn = pool_turn(ctx->pool) + 1};
+        visit_spans(ctx, phase, divide_span, &d);
+        atomic_fetch_add(&ctx->stage_count, 1);
+    }
+    pool_pass(ctx->pool);
+}
+
+typedef struct {
+    uint32_t first, end;
+} run;
+
+/* Takes half of what a share has left: the owner from its front, others from its back. */
+static int take_units(share *from, unsigned turn, int own, run *out) {
+    uint64_t left = atomic_load(&from->left);
+    for (;;) {
+        const uint32_t next = left >> UNIT_BITS & ((1u << UNIT_BITS) - 1),
+                       end = left & ((1u << UNIT_BITS) - 1);
+        if (pack(turn, next, end) != left || next >= end) return 0;
+        const uint32_t n = (end - next + 1) / 2;
+        *out = own ? (run){next, next + n} : (run){end - n, end};
+        const uint64_t rest = own ? pack(turn, next + n, end) : pack(turn, next, end - n);
+        if (atomic_compare_exchange_weak(&from->left, &left, rest)) return 1;
     }
 }
 
-/* ---- the step ---- */
+static int find_units(cflow_ctx *ctx, unsigned turn, int thread, run *out) {
+    const int n = ctx->options.n_threads;
+    for (int i = 0; i < n; i++)
+        if (take_units(&ctx->shares[(thread + i) % n], turn, i == 0, out)) return 1;
+    return 0;
+}
+
+typedef struct {
+    run units;
+    uint32_t at;
+    int thread;
+} errand;
+
+static int run_span_part(cflow_ctx *ctx, const op *o, uint32_t index, span s, void *arg) {
+    errand *e = arg;
+    const uint32_t lo = e->units.first > e->at ? e->units.first - e->at : 0;
+    const uint32_t hi = e->units.end - e->at < s.units ? e->units.end - e->at : s.units;
+    if (lo < hi) {
+        if (o)
+            run_span(ctx, o, index, lo, hi, e->thread);
+        else
+            head_phase(ctx, index, lo, hi);
+    }
+    e->at += s.units;
+    return e->at < e->units.end;
+}
 
 static void run_step(void *arg, int thread) {
     cflow_ctx *ctx = arg;
     step *s = &ctx->step;
-    for (uint32_t stage = 0; stage < ctx->model->plan->n_stages; stage++) {
-        if (thread == 0) {
-            s->stop[stage & 1] = atomic_load(&ctx->cancelled);
-            atomic_fetch_add(&ctx->stage_count, 1);
+    for (;;) {
+        /* The turn first: a phase read after it is the turn's own, or the turn is over and there is
+         * nothing to take under it. */
+        const unsigned turn = pool_turn(ctx->pool);
+        const uint32_t phase = atomic_load(&s->phase);
+        if (phase >= s->n_phases) return;
+        errand e = {.thread = thread};
+        if (!find_units(ctx, turn, thread, &e.units)) {
+            pool_wait(ctx->pool, turn);
+            continue;
         }
-        run_stage(ctx, stage, thread);
-        pool_barrier(ctx->pool, thread);
-        /* Written again only two stages on, after every thread has passed the next barrier. */
-        if (s->stop[stage & 1]) return;
+        /* The total is read while our units keep the phase open: later it may be the next one's. */
+        const uint32_t n = e.units.end - e.units.first, total = s->n_units;
+        visit_spans(ctx, phase, run_span_part, &e);
+        if (atomic_fetch_add(&s->units_done, n) + n == total) begin_phase(ctx, phase + 1);
     }
-    if (s->n_logits) {
-        head_run(ctx, s->logit_rows, s->n_logits, ctx->logits, thread);
-        check_logits(ctx, thread);
-    }
-    run_scores(ctx, thread);
 }
+
+/* ---- the step ---- */
 
 static cflow_status check_row(const cflow_ctx *ctx, const cflow_row *r, int32_t i,
                               cflow_error *err) {
@@ -378,9 +284,10 @@ cflow_status cflow_ctx_step(cflow_ctx *ctx, const cflow_row *rows, int32_t n_row
         return status;
     }
     atomic_store(&ctx->cancelled, 0);
+    ctx->step.n_phases = ctx->model->plan->n_stages + head_phases(ctx);
+    begin_phase(ctx, 0);
     pool_run(ctx->pool, run_step, ctx);
-    if (ctx->step.stop[0] || ctx->step.stop[1]) {
-        ctx->step.stop[0] = ctx->step.stop[1] = 0;
+    if (ctx->step.cancelled) {
         ctx->step.n_rows = 0;
         return fail(err, CFLOW_ECANCELLED, "the step was cancelled");
     }

@@ -33,8 +33,9 @@ typedef struct {
 } seat;
 
 struct pool {
-    turn work;    /* moves on when there is something to run */
-    turn barrier; /* moves on when the last thread has arrived */
+    turn work;   /* moves on when there is something to run */
+    turn inside; /* the running fn's own */
+    turn end;    /* moves on when the last thread has left fn */
     atomic_uint arrived;
     pool_fn fn;
     void *arg;
@@ -77,15 +78,26 @@ static void turn_pass(turn *t) {
     if (atomic_load(&t->sleepers)) futex(&t->value, FUTEX_WAKE_PRIVATE, INT32_MAX);
 }
 
-void pool_barrier(pool *p, int thread) {
-    (void)thread;
-    const unsigned seen = atomic_load(&p->barrier.value); /* cannot move on without this thread */
+unsigned pool_turn(const pool *p) {
+    return atomic_load_explicit(&p->inside.value, memory_order_acquire);
+}
+
+void pool_wait(pool *p, unsigned seen) {
+    turn_wait(&p->inside, seen, p->spins);
+}
+
+void pool_pass(pool *p) {
+    turn_pass(&p->inside);
+}
+
+void pool_barrier(pool *p) {
+    const unsigned seen = atomic_load(&p->end.value); /* cannot move on without this thread */
     if (atomic_fetch_add(&p->arrived, 1) + 1 < (unsigned)p->n_threads) {
-        turn_wait(&p->barrier, seen, p->spins);
+        turn_wait(&p->end, seen, p->spins);
         return;
     }
     atomic_store(&p->arrived, 0);
-    turn_pass(&p->barrier);
+    turn_pass(&p->end);
 }
 
 static void *work(void *arg) {
@@ -95,7 +107,7 @@ static void *work(void *arg) {
         turn_wait(&p->work, seen, p->spins);
         if (p->closing) return NULL;
         p->fn(p->arg, s->index);
-        pool_barrier(p, s->index);
+        pool_barrier(p);
     }
 }
 
@@ -104,7 +116,7 @@ void pool_run(pool *p, pool_fn fn, void *arg) {
     p->arg = arg;
     turn_pass(&p->work);
     fn(arg, 0);
-    pool_barrier(p, 0);
+    pool_barrier(p);
 }
 
 static int usable_cores(void) {

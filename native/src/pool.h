@@ -15,6 +15,11 @@ int pool_threads(const pool *p);
 /* Runs fn(arg, t) on every thread t and returns when all have returned. */
 void pool_run(pool *p, pool_fn fn, void *arg);
 /* All threads of the running fn meet here. */
-void pool_barrier(pool *p, int thread);
+void pool_barrier(pool *p);
+/* A counter the threads of the running fn wait on: pool_wait returns once it is no longer `seen`,
+ * pool_pass moves it on by one and wakes who sleeps. */
+unsigned pool_turn(const pool *p);
+void pool_wait(pool *p, unsigned seen);
+void pool_pass(pool *p);
 
 #endif

@@ -23,9 +23,9 @@ static void run_rounds(void *arg, int thread) {
     const int n = pool_threads(r->p);
     for (int round = 0; round < r->n_rounds; round++) {
         r->cells[thread][0] = round + thread;
-        pool_barrier(r->p, thread);
+        pool_barrier(r->p);
         for (int i = 0; i < n; i++) r->sums[thread] += r->cells[i][0];
-        pool_barrier(r->p, thread);
+        pool_barrier(r->p);
     }
 }
 

@@ -1,0 +1,73 @@
+/* The head, in phases after the plan's stages: for rows that keep their logits, then for scored
+ * rows in batches; each time first the product, then what is done with the logits. */
+#include <math.h>
+
+#include "ctx.h"
+#include "sample.h"
+
+enum { HEAD_PHASES = 2 };
+
+const matrix *head_matrix(const cflow_model *m) {
+    return &m->global[m->header.tied ? CFLOW_EMBEDDING : CFLOW_HEAD];
+}
+
+static void head_run(cflow_ctx *ctx, const int32_t *rows, uint32_t n, float *y, uint32_t first,
+                     uint32_t end) {
+    const buffer *x = ctx_buffer(ctx, ctx->model->plan->final_norm);
+    multiply(ctx, head_matrix(ctx->model), first, end, buffer_activations(x), rows, n, NULL,
+             y + first * UNIT, ctx->vocab_ld);
+}
+
+static void check_logits(cflow_ctx *ctx, uint32_t i) {
+    const uint32_t n = ctx->model->header.vocab_size;
+    if (!isfinite(ctx->k.max(ctx->logits + i * ctx->vocab_ld, n)))
+        ctx->step.row_status[ctx->step.logit_rows[i]] = CFLOW_ENUMERIC;
+}
+
+static void score(cflow_ctx *ctx, uint32_t at, uint32_t i) {
+    const step *s = &ctx->step;
+    const int32_t row = s->score_rows[at + i];
+    cflow_score *out = &s->scores[at + i];
+    score_row(&ctx->k, ctx->score_logits + i * ctx->vocab_ld,
+              (int32_t)ctx->model->header.vocab_size, s->rows[row].target, s->rows[row].n_top, out);
+    if (!isfinite(out->logprob)) s->row_status[row] = CFLOW_ENUMERIC;
+}
+
+uint32_t head_phases(const cflow_ctx *ctx) {
+    const step *s = &ctx->step;
+    const uint32_t score_batches = (s->n_scores + SCORE_ROWS - 1) / SCORE_ROWS;
+    return HEAD_PHASES * ((s->n_logits != 0) + score_batches);
+}
+
+/* Rows of a head phase: those that keep their logits, or the batch of scored rows from *at. */
+static uint32_t head_rows(const cflow_ctx *ctx, uint32_t batch, uint32_t *at) {
+    const step *s = &ctx->step;
+    if (s->n_logits && batch == 0) return s->n_logits;
+    *at = (batch - (s->n_logits != 0)) * SCORE_ROWS;
+    return s->n_scores - *at < SCORE_ROWS ? s->n_scores - *at : SCORE_ROWS;
+}
+
+span head_span(const cflow_ctx *ctx, uint32_t phase) {
+    uint32_t at;
+    if (phase % HEAD_PHASES == 0) return (span){matrix_units(head_matrix(ctx->model)), 1};
+    return (span){head_rows(ctx, phase / HEAD_PHASES, &at), 1};
+}
+
+void head_phase(cflow_ctx *ctx, uint32_t phase, uint32_t first, uint32_t end) {
+    const step *s = &ctx->step;
+    const uint32_t batch = phase / HEAD_PHASES;
+    const int kept = s->n_logits && batch == 0;
+    uint32_t at = 0;
+    const uint32_t n = head_rows(ctx, batch, &at);
+    if (phase % HEAD_PHASES == 0) {
+        head_run(ctx, kept ? s->logit_rows : s->score_rows + at, n,
+                 kept ? ctx->logits : ctx->score_logits, first, end);
+        return;
+    }
+    for (uint32_t i = first; i < end; i++) {
+        if (kept)
+            check_logits(ctx, i);
+        else
+            score(ctx, at, i);
+    }
+}

@@ -1,0 +1,149 @@
+/* The ops on whole rows and whole matrices: products, gated products, the residual stream. */
+#include <math.h>
+#include <string.h>
+
+#include "ctx.h"
+
+/* ---- matrices ---- */
+
+static activations activations_from(activations x, size_t row) {
+    const size_t ld = x.ld;
+    return (activations){.f = x.f + row * ld,
+                         .q = x.q ? x.q + row * ld : NULL,
+                         .scale = x.scale ? x.scale + row * (ld / 32) : NULL,
+                         .sum = x.sum ? x.sum + row * (ld / 16) : NULL,
+                         .ld = ld};
+}
+
+void multiply(const cflow_ctx *ctx, const matrix *w, uint32_t first, uint32_t end, activations x,
+              const int32_t *x_rows, uint32_t m, const int32_t *y_rows, float *y, size_t y_ld) {
+    const uint32_t per_stripe = w->stripe_rows / UNIT;
+    for (uint32_t u = first, n; u < end; u += n) {
+        n = per_stripe - u % per_stripe;
+        if (n > end - u) n = end - u;
+        ctx->k.matmul[w->encoding](&(matmul_args){
+            .stripe = w->data + u / per_stripe * w->stripe_stride,
+            .stripe_groups = w->stripe_rows / 16,
+            .first = u % per_stripe * 2,
+            .n_groups = n * 2,
+            .n_blocks = w->n_blocks,
+            .m = m,
+            .x = x,
+            .x_rows = x_rows,
+            .y_rows = y_rows,
+            .y = y + (size_t)(u - first) * UNIT,
+            .y_ld = y_ld,
+        });
+    }
+}
+
+void buffer_quantize(const cflow_ctx *ctx, const buffer *b, size_t row, size_t column, uint32_t n) {
+    if (!b->q) return;
+    const size_t at = row * b->ld + column;
+    ctx->k.quantize(b->f + at, n, b->q + at, b->scale + at / 32, b->sum + at / 16);
+}
+
+void multiply_gated(const cflow_ctx *ctx, const cflow_layer *l, const matrix *gate,
+                    const matrix *up, uint32_t first, uint32_t end, activations x,
+                    const int32_t *x_rows, uint32_t m, const int32_t *y_rows, const buffer *hidden,
+                    int thread) {
+    enum { LD = STRIPE_UNITS * UNIT };
+    float *g = ctx_scratch(ctx, thread), *u = g + GATED_ROWS * LD;
+    for (uint32_t unit = first, n; unit < end; unit += n) {
+        const uint32_t per_stripe = gate->stripe_rows / UNIT;
+        n = per_stripe - unit % per_stripe;
+        if (n > end - unit) n = end - unit;
+        for (uint32_t row = 0, rows; row < m; row += rows) {
+            rows = m - row < GATED_ROWS ? m - row : GATED_ROWS;
+            const activations part = x_rows ? x : activations_from(x, row);
+            const int32_t *part_rows = x_rows ? x_rows + row : NULL;
+            multiply(ctx, gate, unit, unit + n, part, part_rows, rows, NULL, g, LD);
+            multiply(ctx, up, unit, unit + n, part, part_rows, rows, NULL, u, LD);
+            for (uint32_t i = 0; i < rows; i++) {
+                const size_t y = (size_t)(y_rows ? y_rows[row + i] : (int32_t)(row + i));
+                ctx->k.gated(g + i * LD, u + i * LD, n * UNIT, (cflow_activation)l->activation,
+                             (int)l->activation_on_up, hidden->f + y * hidden->ld + unit * UNIT);
+                buffer_quantize(ctx, hidden, y, unit * UNIT, n * UNIT);
+            }
+        }
+    }
+}
+
+void matmul_run(const cflow_ctx *ctx, const op *o, const piece *one, uint32_t first, uint32_t end) {
+    const buffer *y = ctx_buffer(ctx, one->out);
+    const uint32_t m = ctx->step.n_rows;
+    multiply(ctx, one->w, first, end, buffer_activations(ctx_buffer(ctx, o->in[0])), NULL, m, NULL,
+             y->f + first * UNIT, y->ld);
+    if (!one->bias) return;
+    const uint32_t last = end * UNIT < one->w->n_rows ? end * UNIT : one->w->n_rows;
+    for (uint32_t row = 0; row < m; row++)
+        for (uint32_t i = first * UNIT; i < last; i++) y->f[row * y->ld + i] += one->bias[i];
+}
+
+void gated_run(const cflow_ctx *ctx, const op *o, uint32_t first, uint32_t end, int thread) {
+    multiply_gated(ctx, model_layer(ctx->model, (uint32_t)o->layer), o->gate, o->up, first, end,
+                   buffer_activations(ctx_buffer(ctx, o->in[0])), NULL, ctx->step.n_rows, NULL,
+                   ctx_buffer(ctx, o->out[0]), thread);
+}
+
+/* ---- the residual stream ---- */
+
+static float sigmoid(const cflow_ctx *ctx, float x) {
+    const float minus = -x;
+    float e;
+    ctx->k.exp_shifted(&minus, 1, 0.0f, &e);
+    return 1.0f / (1.0f + e);
+}
+
+static void embed(const cflow_ctx *ctx, int32_t token, float *x) {
+    const matrix *w = &ctx->model->global[CFLOW_EMBEDDING];
+    const uint32_t row = (uint32_t)token, n = w->n_cols;
+    stripe_row(w->encoding, w->data + row / w->stripe_rows * w->stripe_stride, w->stripe_rows, n,
+               row % w->stripe_rows, x);
+    const float scale = ctx->model->header.embedding_scale;
+    if (scale != 1.0f)
+        for (uint32_t i = 0; i < n; i++) x[i] *= scale;
+}
+
+/* A routed term: its ranks, weighted, in order. Unused ranks have weight 0 and stale contents. */
+static const float *sum_ranks(const cflow_ctx *ctx, const term *t, uint32_t row, uint32_t n) {
+    const uint32_t per_row = ctx->model->plan->values[t->value].per_row;
+    const buffer *each = ctx_buffer(ctx, t->value), *weights = ctx_buffer(ctx, t->weights);
+    const buffer *sum = ctx_buffer(ctx, t->sum);
+    const float *w = weights->f + row * weights->ld;
+    float *out = sum->f + row * sum->ld;
+    memset(out, 0, n * sizeof *out);
+    for (uint32_t rank = 0; rank < per_row; rank++)
+        if (w[rank] != 0.0f)
+            ctx->k.add_scaled(out, each->f + ((size_t)row * per_row + rank) * each->ld, w[rank], n,
+                              out);
+    return out;
+}
+
+void combine_row(const cflow_ctx *ctx, const op *o, uint32_t row) {
+    const uint32_t n = ctx->model->header.d_model;
+    const buffer *stream = ctx_buffer(ctx, o->out[0]);
+    float *x = stream->f + row * stream->ld;
+    if (o->base == NO_VALUE)
+        embed(ctx, ctx->step.rows[row].token, x);
+    else
+        memcpy(x, ctx_buffer(ctx, o->base)->f + row * stream->ld, n * sizeof *x);
+    for (uint32_t i = 0; i < o->n_terms; i++) {
+        const term *t = &o->terms[i];
+        const buffer *b = ctx_buffer(ctx, t->value);
+        const float *add = t->weights == NO_VALUE ? b->f + row * b->ld : sum_ranks(ctx, t, row, n);
+        float scale = t->scale;
+        if (t->gate != NO_VALUE) {
+            const buffer *gate = ctx_buffer(ctx, t->gate);
+            scale *= sigmoid(ctx, gate->f[row * gate->ld]);
+        }
+        ctx->k.add_scaled(x, add, scale, n, x);
+    }
+    for (uint32_t i = 0; i < o->n_norms; i++) {
+        const norm *w = &o->norms[i];
+        const buffer *b = ctx_buffer(ctx, w->out);
+        const float r = 1.0f / sqrtf(ctx->k.sum_squares(x, n) / (float)n + w->eps);
+        ctx->k.scale_weight(x, r, matrix_vector(w->weight), w->offset, n, b->f + row * b->ld);
+        buffer_quantize(ctx, b, row, 0, (uint32_t)round_up(n, 32));
+    }
+}

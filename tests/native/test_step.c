@@ -1,0 +1,137 @@
+/* The step: the same bits for any number of threads, also far more than cores, and cancelling. */
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "expect.h"
+#include "tiny_file.h"
+
+enum { N_ROWS = 24, N_STEPS = 40, N_SCORES = 5 };
+
+static cflow_model *open_tiny(void) {
+    char path[] = "/tmp/cflow-step-XXXXXX";
+    const int fd = mkstemp(path);
+    tiny f = tiny_open();
+    const tiny_image image = tiny_write(&f);
+    cflow_model *model = NULL;
+    cflow_error err = {{0}};
+    CHECK(write(fd, image.data, image.bytes) == (ssize_t)image.bytes, "cannot write %s", path);
+    CHECK(cflow_model_open(&model, &(cflow_model_options){.path = path, .n_threads = 1}, &err) ==
+              CFLOW_OK,
+          "%s", err.text);
+    close(fd);
+    unlink(path);
+    free(image.data);
+    tiny_close(&f);
+    return model;
+}
+
+static cflow_ctx *open_ctx(const cflow_model *model, int n_threads) {
+    cflow_ctx *ctx = NULL;
+    cflow_error err = {{0}};
+    const cflow_ctx_options options = {.n_threads = n_threads,
+                                       .max_rows = N_ROWS,
+                                       .max_sequences = N_ROWS,
+                                       .max_context = 64,
+                                       .n_kv_blocks = 4};
+    CHECK(cflow_ctx_open(&ctx, model, &options, &err) == CFLOW_OK, "%s", err.text);
+    const int32_t blocks[2][2] = {{0, 1}, {2, 3}};
+    for (int32_t s = 0; s < 2; s++)
+        CHECK(cflow_ctx_bind(ctx, s, blocks[s], 2, &err) == CFLOW_OK, "%s", err.text);
+    return ctx;
+}
+
+/* A prompt of N_ROWS tokens, the last few scored and one kept, then single tokens of two sequences.
+ */
+static void run(cflow_ctx *ctx, float *logits, cflow_score *scores) {
+    const size_t width = TINY_VOCAB;
+    cflow_row rows[N_ROWS] = {{0}};
+    int32_t status[N_ROWS];
+    cflow_error err = {{0}};
+    for (int32_t i = 0; i < N_ROWS; i++)
+        rows[i] = (cflow_row){.sequence = i % 2, .token = i * 5 % TINY_TOKENS, .position = i / 2};
+    for (int i = 0; i < N_SCORES; i++) {
+        rows[N_ROWS - 1 - i].flags = CFLOW_ROW_SCORE;
+        rows[N_ROWS - 1 - i].target = i;
+        rows[N_ROWS - 1 - i].n_top = 3;
+    }
+    rows[N_ROWS - 1].flags |= CFLOW_ROW_LOGITS;
+    CHECK(cflow_ctx_step(ctx, rows, N_ROWS, status, scores, &err) == CFLOW_OK, "%s", err.text);
+    memcpy(logits, cflow_ctx_logits(ctx, N_ROWS - 1), width * sizeof *logits);
+    for (int32_t i = 1; i < N_STEPS; i++) {
+        const cflow_row row = {.sequence = i % 2,
+                               .token = i % TINY_TOKENS,
+                               .position = N_ROWS / 2 + i / 2,
+                               .flags = CFLOW_ROW_LOGITS};
+        CHECK(cflow_ctx_step(ctx, &row, 1, status, NULL, &err) == CFLOW_OK, "%s", err.text);
+        CHECK(status[0] == CFLOW_OK, "row status %d", status[0]);
+        memcpy(logits + (size_t)i * width, cflow_ctx_logits(ctx, 0), width * sizeof *logits);
+    }
+}
+
+static void threads_do_not_show(const cflow_model *model) {
+    static float want[N_STEPS * TINY_VOCAB], got[N_STEPS * TINY_VOCAB];
+    static cflow_score want_scores[N_SCORES], got_scores[N_SCORES];
+    cflow_ctx *one = open_ctx(model, 1);
+    run(one, want, want_scores);
+    cflow_ctx_close(one);
+    for (int n_threads = 2; n_threads <= 32; n_threads *= 2) {
+        cflow_ctx *ctx = open_ctx(model, n_threads);
+        for (int round = 0; round < 8; round++) {
+            memset(got, 0, sizeof got);
+            memset(got_scores, 0, sizeof got_scores);
+            run(ctx, got, got_scores);
+            CHECK(!memcmp(want, got, sizeof got), "%d threads, round %d: other logits", n_threads,
+                  round);
+            CHECK(!memcmp(want_scores, got_scores, sizeof got_scores), "%d threads: other scores",
+                  n_threads);
+        }
+        cflow_ctx_close(ctx);
+    }
+}
+
+static void *cancel_often(void *arg) {
+    for (int i = 0; i < 2000; i++) {
+        cflow_ctx_cancel(arg);
+        usleep(50);
+    }
+    return NULL;
+}
+
+/* A step ends whole or cancelled, and a cancelled one harms none that follow. */
+static void cancelled_steps_leave_no_trace(const cflow_model *model) {
+    static float want[N_STEPS * TINY_VOCAB], got[N_STEPS * TINY_VOCAB];
+    static cflow_score scores[N_SCORES];
+    cflow_ctx *ctx = open_ctx(model, 2);
+    run(ctx, want, scores);
+    pthread_t thread;
+    pthread_create(&thread, NULL, cancel_often, ctx);
+    cflow_row rows[N_ROWS] = {{0}};
+    int32_t status[N_ROWS];
+    int n_cancelled = 0, n_whole = 0;
+    for (int32_t i = 0; i < N_ROWS; i++)
+        rows[i] = (cflow_row){.sequence = i % 2, .token = i % TINY_TOKENS, .position = i / 2};
+    for (int i = 0; i < 1000; i++) {
+        const cflow_status got_status = cflow_ctx_step(ctx, rows, N_ROWS, status, NULL, NULL);
+        n_cancelled += got_status == CFLOW_ECANCELLED;
+        n_whole += got_status == CFLOW_OK;
+    }
+    pthread_join(thread, NULL);
+    CHECK(n_cancelled + n_whole == 1000 && n_cancelled && n_whole, "%d cancelled, %d whole",
+          n_cancelled, n_whole);
+    run(ctx, got, scores);
+    CHECK(!memcmp(want, got, sizeof got), "other logits after cancelled steps");
+    cflow_ctx_close(ctx);
+}
+
+int main(void) {
+    cflow_model *model = open_tiny();
+    if (model) {
+        threads_do_not_show(model);
+        cancelled_steps_leave_no_trace(model);
+    }
+    cflow_model_close(model);
+    printf(failed ? "step: failed\n" : "step: ok\n");
+    return failed;
+}
