@@ -1,0 +1,147 @@
+"""The cflow command: flags, output, and errors as one line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from cflow.engine.errors import CflowError
+from cflow.engine.machine import Memory
+from cflow.server.cli import app
+from cflow.server.options import ENGINE_FLAGS, read_engine
+
+runner = CliRunner()
+
+SHAPE = """
+architecture = "llama"
+n_layers = 2
+d_model = 64
+vocab_size = 320
+context = 128
+tied = true
+norm_eps = 1e-5
+
+[layer]
+n_heads = 4
+n_kv_heads = 2
+head_dim = 16
+d_ff = 96
+
+[layer.rope]
+kind = "half"
+dim = 16
+base = 10000.0
+"""
+
+
+@pytest.fixture
+def shape(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.toml"
+    path.write_text(SHAPE)
+    return path
+
+
+@pytest.fixture
+def model(shape: Path) -> Path:
+    path = shape.with_suffix(".cflow")
+    result = runner.invoke(app, ["synth", str(shape), str(path)])
+    assert result.exit_code == 0, result.output
+    return path
+
+
+def run_json(*arguments: object) -> dict[str, Any]:
+    result = runner.invoke(app, [*map(str, arguments), "--json"])
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+def test_every_command_explains_itself() -> None:
+    for name in "serve convert run chat bench perplexity plan inspect synth doctor".split():  # noqa: SIM905
+        result = runner.invoke(app, [name, "--help"])
+        assert result.exit_code == 0
+        assert len(result.output.splitlines()) > 5
+
+
+@pytest.mark.parametrize("command", ["serve", "run", "chat"])
+def test_engine_flags_are_the_same_everywhere(command: str) -> None:
+    text = runner.invoke(app, [command, "--help"]).output
+    assert all(f"--{name.replace('_', '-')}" in text for name in ENGINE_FLAGS)
+
+
+def test_engine_settings_come_from_flags_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CFLOW_THREADS", "3")
+    monkeypatch.setenv("CFLOW_KV_MEMORY", "1GiB")
+    config = read_engine("m.cflow", {"kv_memory": "2GiB", "context": None})
+    assert (config.model, config.threads, config.kv_memory) == ("m.cflow", 3, 2 << 30)
+
+
+def test_inspect(model: Path) -> None:
+    found = run_json("inspect", model)
+    assert found["header"]["n_layers"] == 2
+    assert found["header"]["order"] == "layer"
+    assert [(run["first"], run["last"]) for run in found["layers"]] == [(0, 1)]
+    assert found["layers"][0]["d_ff"] == 96
+    embedding = next(t for t in found["tensors"] if t["role"] == "embedding")
+    assert (embedding["n_rows"], embedding["n_cols"], embedding["block"]) == (320, 64, None)
+    text = runner.invoke(app, ["inspect", str(model)]).output
+    assert "4 heads of 16, 2 KV heads, dense 96" in text
+
+
+def test_plan_of_a_file_and_of_its_shape_agree(
+    model: Path, shape: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cflow.engine.plan.native.probe_bandwidth", lambda *_: 10e9)
+    memory = Memory(total=1 << 30, available=1 << 30, limited_by="test")
+    monkeypatch.setattr("cflow.engine.plan.machine.memory", lambda: memory)
+    of_file, of_shape = run_json("plan", model), run_json("plan", shape)
+    assert of_file == of_shape
+    assert of_file["resident_bytes"] == model.stat().st_size
+    assert of_file["kv_bytes_per_token"] == 2 * 2 * 2 * 16 * 2  # layers, K and V, heads, dim, f16
+    assert of_file["predicted_decode_tok_s"] == 10e9 / of_file["bytes_per_token"]
+    assert of_file["stages"] == len(of_file["stage_list"])
+    assert sum(stage["bytes"] for stage in of_file["stage_list"]) == of_file["layer_bytes"]
+    assert of_file.keys() >= {"barriers", "critical_path_bytes", "critical_path_closed_form_bytes"}
+    assert "predicted decode" in runner.invoke(app, ["plan", str(model)]).output
+
+
+def test_doctor() -> None:
+    found = run_json("doctor")
+    assert found.keys() == {"processor", "kernels", "threads", "memory", "huge pages", "disk"}
+    assert found["kernels"]["value"] in ("scalar", "avx2", "avx512vnni")
+    assert "threads" in runner.invoke(app, ["doctor"]).output
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["inspect", "missing.cflow"], ["plan", "missing"], ["synth", "no-such-shape", "x.cflow"],
+        ["convert", "missing.gguf", "x.cflow"], ["bench", "x", "--batch", "one"],
+        ["bench", "x", "--isa", "sse9"], ["serve", "--config", "missing.toml"],
+        ["serve", "missing", "--port", "0"], ["run", "x", "-p", "a", "--temperature", "7"],
+    ],
+    ids=lambda arguments: " ".join(arguments[:2]),
+)  # fmt: skip
+def test_errors_are_cflow_errors(arguments: list[str]) -> None:
+    """main() turns these into one line; none leaves a file behind."""
+    result = runner.invoke(app, arguments)
+    assert isinstance(result.exception, CflowError)
+    assert not Path("x.cflow").exists()
+
+
+def test_an_error_is_one_line_and_exit_code_1() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "cflow.server", "inspect", "missing.cflow"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.startswith("cflow: error: missing.cflow: ")
+    assert "Traceback" not in done.stderr
