@@ -22,7 +22,7 @@ from cflow.engine.messages import Ready
 
 POLL_S = 0.2
 
-console = Console(stderr=True, highlight=False)
+console = Console(stderr=True, highlight=False, soft_wrap=True)
 
 Report = Callable[[str, int, int], None]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from running import Server, Stream, assert_failed, is_alive, wait_for
@@ -81,6 +82,19 @@ def test_idle_server_ends_at_once(start: Callable[..., Server], number: signal.S
     server = start().ready()
     server.process.send_signal(number)
     end(server, within_s=4)
+
+
+def test_a_damaged_model_ends_it_with_one_line(model: Path, tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged.cflow"
+    data = bytearray(model.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    damaged.write_bytes(data)
+    server = Server(damaged)
+    assert server.process.wait(20) == 1
+    server.stop()
+    (line,) = [line for line in server.log.splitlines() if line.startswith("cflow: error: ")]
+    assert "checksum" in line
+    assert "altered" in line
 
 
 def test_signal_while_loading(start: Callable[..., Server]) -> None:
