@@ -57,13 +57,15 @@ class Link:
 
     def _listen(self) -> None:
         splitter = FrameSplitter()
+        readable = select.poll()  # select() takes no descriptor above 1023, and ours is inherited
+        readable.register(self._socket, select.POLLIN)
         next_beat = time.monotonic()
         while True:
             if time.monotonic() >= next_beat:
                 self.send(self.heartbeat())
                 next_beat = time.monotonic() + HEARTBEAT_S
             wait_s = max(next_beat - time.monotonic(), 0)
-            if not select.select([self._socket], [], [], wait_s)[0]:
+            if not readable.poll(1000 * wait_s):
                 continue
             try:
                 data = self._socket.recv(READ_BYTES)

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -357,6 +358,25 @@ async def test_a_killed_worker_fails_what_runs_and_is_replaced(busy: bool) -> No
         assert tokens_of(deltas[0]) == continuation(PROMPT, SHORT)
         await until(lambda: engine.stats.prompt_tokens >= before.prompt_tokens + len(PROMPT))
         assert engine.stats.steps > before.steps
+
+
+async def test_a_worker_starts_beside_a_thousand_connections() -> None:
+    """It inherits the number of its socket: select() would refuse one above 1023."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2048:
+        pytest.skip("no more than a thousand descriptors allowed here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2048, hard))
+    opened = [os.open(os.devnull, os.O_RDONLY)]
+    try:
+        while opened[-1] < 1024:
+            opened.append(os.dup(opened[0]))
+        async with asyncio.timeout(WAIT_S), running() as engine:
+            deltas = await read(engine.submit(PROMPT, sampling=SHORT))
+            assert tokens_of(deltas[0]) == continuation(PROMPT, SHORT)
+    finally:
+        for fd in opened:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 async def test_a_hanging_worker_is_replaced() -> None:
