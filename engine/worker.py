@@ -74,7 +74,7 @@ class Worker:
         self._n_requests = 0
         self._drain_deadline: float | None = None
         self._in_step: frozenset[int] = frozenset()  # requests of the running step
-        self._cancelled: set[int] = set()
+        self._cancelled: set[int] = set()  # while it ran
         link.heartbeat = self._heartbeat
         link.on_cancel = self._cancel_step
 
@@ -127,7 +127,6 @@ class Worker:
         self._scheduler.add(request)
 
     def _cancel(self, request_id: int) -> None:
-        self._cancelled.discard(request_id)
         request = self._scheduler.find(request_id)
         if request is not None:  # else it has just ended
             phase = self._fail(request, "cancelled", "the request was cancelled")
@@ -167,6 +166,7 @@ class Worker:
                     self._fail(request, code, f"the step failed: {error}")
         finally:
             self._in_step = frozenset()
+            self._cancelled.clear()
 
     def _run(self, batch: Batch) -> None:
         started = time.perf_counter()
