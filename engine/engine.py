@@ -202,7 +202,7 @@ class Engine:
     def _become_ready(self, ready: Ready) -> None:
         self.ready, self.loading, self.failure = ready, None, None
         self._was_ready = True
-        if self.state != "draining":
+        if self.state not in ("draining", "closed"):
             self._set_state("ready")
         for note in ready.notes:
             log.warning("%s", note)
