@@ -28,13 +28,19 @@ HUB_FILES = ("*.json", "*.safetensors", "*.jinja")
 
 def resolve(reference: str, *, progress: Report | None = None) -> Path:
     """The .cflow or .vflow file of a reference. May download and convert: that takes a while."""
-    report = progress or (lambda _what, _done, _total: None)
+    try:
+        return _resolve(reference, progress or (lambda _what, _done, _total: None))
+    except OSError as error:
+        raise ModelError(f"cannot use the model {reference!r}: {error}") from error
+
+
+def _resolve(reference: str, report: Report) -> Path:
     known = catalogue.entries()
     if reference in known:
         return _from_catalogue(known[reference], report)
     if reference.startswith("hf:"):
         return _from_path(_from_hub(reference.removeprefix("hf:"), report), report)
-    path = Path(reference).expanduser()
+    path = Path(os.path.expanduser(reference))
     if not path.exists():
         raise ModelError(
             f"no model {reference!r}: it is neither a file or folder here, nor hf:org/repo, nor in "

@@ -90,6 +90,22 @@ def test_an_unknown_reference_names_the_catalogue(reference: str) -> None:
     assert "hf:org/repo" in str(error.value)
 
 
+@pytest.mark.parametrize("reference", ["x" * 300, "~nobody-of-this-name/model"])
+def test_a_path_that_cannot_be_one_is_an_error(reference: str) -> None:
+    with pytest.raises(ModelError, match=f"model '{reference}'"):
+        hub.resolve(reference)
+
+
+def test_a_cache_that_cannot_be_written_is_an_error(gguf: Path) -> None:
+    target = hub.resolve(str(gguf))
+    lock = target.with_suffix(".lock")
+    target.unlink()
+    lock.unlink()
+    lock.mkdir()  # root may write anything, but no folder
+    with pytest.raises(ModelError, match="cannot use the model"):
+        hub.resolve(str(gguf))
+
+
 def test_other_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello")
     with pytest.raises(ModelError, match=r"notes\.txt is no model file"):
