@@ -112,7 +112,7 @@ def _windows(model: Model, text: str) -> list[list[int]]:
     metadata = model.metadata
     tokenizer = Tokenizer(model.section(const.SectionId.TOKENIZER), model.token_bytes, metadata)
     tokens = tokenizer.encode(text, add_bos=False)
-    begin = [metadata["bos_id"]] if metadata.get("add_bos") else []
+    begin = [tokenizer.bos_id] if tokenizer.adds_bos and tokenizer.bos_id is not None else []
     size = WINDOW - len(begin)
     cut = (begin + tokens[i : i + size] for i in range(0, len(tokens), size))
     return [window for window in cut if len(window) > 1]

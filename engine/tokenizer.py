@@ -7,7 +7,7 @@ from typing import Any
 
 import tokenizers
 
-from cflow.engine.errors import ModelError
+from cflow.engine.errors import EngineError, ModelError
 from cflow.engine.metadata import parse_metadata
 from cflow.engine.native_types import TokenBytes
 
@@ -29,15 +29,19 @@ class Tokenizer:
         self.n_tokens = len(token_bytes)
         self.bos_id = known.bos_id
         self.eos_ids = known.eos_ids
-        self._add_bos = known.add_bos
+        self.adds_bos = known.add_bos
 
     def encode(self, text: str, add_bos: bool = True) -> list[int]:
         """add_bos: put the model's begin token first if it wants one and text does not spell it."""
         if self._encoder is None:
             raise ModelError("the model file has no tokenizer; send token ids")
-        ids: list[int] = self._encoder.encode(text, add_special_tokens=False).ids
+        try:
+            ids: list[int] = self._encoder.encode(text, add_special_tokens=False).ids
+        except TypeError as error:  # of a str, only that
+            message = "the text is not Unicode: it holds half of a surrogate pair"
+            raise EngineError("invalid_request", message) from error
         bos = self.bos_id
-        if add_bos and self._add_bos and bos is not None and ids[:1] != [bos]:
+        if add_bos and self.adds_bos and bos is not None and ids[:1] != [bos]:
             ids.insert(0, bos)
         return ids
 
