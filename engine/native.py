@@ -7,6 +7,7 @@ release the GIL. A context belongs to one thread at a time, except cancel() and 
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -160,7 +161,7 @@ class Model:
     ) -> None:
         self.path = path
         state = ffi.new("cflow_progress *")
-        c_path = ffi.new("char[]", str(path).encode())
+        c_path = ffi.new("char[]", os.fsencode(path))
         options = ffi.new(
             "cflow_model_options *",
             {
@@ -214,7 +215,7 @@ class Model:
     def metadata(self) -> dict[str, Any]:
         try:
             metadata = json.loads(self.section(const.SectionId.METADATA))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ModelError(f"{self.path}: the metadata is not JSON: {error}") from error
         if not isinstance(metadata, dict):
             raise ModelError(f"{self.path}: the metadata is not a JSON object")
@@ -411,10 +412,6 @@ class Context:
         return [_choice(self._choices[i], pick.n_top >= 0) for i, pick in enumerate(picks)]
 
     def _fill_pick(self, i: int, p: Pick, borrowed: list[Any]) -> None:
-        has_penalty = (
-            p.repetition_penalty != 1 or p.frequency_penalty != 0 or p.presence_penalty != 0
-        )
-        history = p.history if has_penalty else None
         _PICK.pack_into(
             self._pick_bytes,
             i * _PICK.size,
@@ -422,11 +419,11 @@ class Context:
             *(p.temperature, p.top_p, p.min_p),
             *(p.repetition_penalty, p.frequency_penalty, p.presence_penalty),
             *(p.top_k, p.n_prompt),
-            0 if history is None else len(history),
+            0 if p.history is None else len(p.history),
             0 if p.bias_ids is None else len(p.bias_ids),
         )
         pointers = (
-            ("history", "int32_t[]", history),
+            ("history", "int32_t[]", p.history),
             ("bias_ids", "int32_t[]", p.bias_ids),
             ("bias", "float[]", p.bias),
             ("mask", "uint32_t[]", p.mask),

@@ -193,7 +193,7 @@ class Pick:
     presence_penalty: float = 0.0
     top_k: int = 0
     n_prompt: int = 0
-    history: NDArray[np.int32] | None = None  # prompt, then output; read where a penalty is on
+    history: NDArray[np.int32] | None = None  # prompt, then output; for penalties
     bias_ids: NDArray[np.int32] | None = None
     bias: NDArray[np.float32] | None = None
     mask: NDArray[np.uint32] | None = None  # (ceil(vocab_size / 32),) bit set: allowed

@@ -92,7 +92,7 @@ class _Writer:
         self._done = 0
         self._tensors: list[dict[str, Any]] = []
         metadata = json.dumps(contents.metadata, ensure_ascii=False, sort_keys=True)
-        self._metadata = metadata.encode()
+        self._metadata = metadata.encode(errors="replace")  # a file's name may be no UTF-8
         self._resident_bytes = self._place(contents.resident)
         self._record_bytes = {
             block: self._place(experts[0]) for block, experts in contents.experts.items()
@@ -143,6 +143,8 @@ class _Writer:
         return sections
 
     def run(self) -> None:
+        if self._path.is_dir():
+            raise ModelError(f"{self._path} is a folder; name the file to write")
         self._check_space()
         self._safely(self._write)
 

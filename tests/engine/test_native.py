@@ -148,7 +148,7 @@ def test_metadata_and_token_bytes(model: Model) -> None:
     assert not table.is_special(65)
 
 
-@pytest.mark.parametrize("text", [b"{", b"[1]", b"\xff"])
+@pytest.mark.parametrize("text", [b"{", b"[1]", b"\xff", b"[" * 100_000], ids=range(4))
 def test_metadata_that_is_no_object_is_refused(
     model: Model, text: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
