@@ -17,6 +17,7 @@ from cflow.engine.formats.matrix import Matrix
 from cflow.engine.formats.quantise import QUANTISERS
 from cflow.engine.formats.safetensors import SafetensorsFolder
 from cflow.engine.formats.tiles import Bytes, pack, stripe_rows
+from cflow.engine.metadata import parse_metadata
 from cflow.engine.models import banks, gguf_model, gguf_vocabulary, hf_model, hf_vocabulary
 from cflow.engine.models.spec import ModelSpec
 from cflow.engine.models.vocabulary import Vocabulary
@@ -117,6 +118,7 @@ def _contents(source: Source, quant: str) -> Contents:
     origin = _Origin(source.weights, quant)
     resident, experts = banks.resident(spec, origin), banks.expert_records(spec, origin)
     source.weights.refuse_leftovers()
+    parse_metadata(vocabulary.metadata(), len(vocabulary.tokens))  # what is written can be served
     return Contents(
         header=spec.header(len(vocabulary.tokens)),
         layers=[layer.fields(index) for index, layer in enumerate(spec.layers)],

@@ -8,6 +8,15 @@ from typing import Any
 
 from cflow.engine.errors import ModelError
 
+# Generation defaults a file may carry, and what the sampler takes.
+GENERATION_RANGES = {
+    "temperature": (0, 100),
+    "top_k": (-1, 2**31 - 1),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (0.01, 100),
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
@@ -25,6 +34,7 @@ def parse_metadata(metadata: Mapping[str, Any], n_tokens: int) -> Metadata:
         raise _wrong("eos_ids", eos_ids, "a list of token ids")
     for token in eos_ids:
         _check_token("eos_ids", token, n_tokens)
+    _check_generation(_get(metadata, "generation", dict, {}))
     bos_id = metadata.get("bos_id")
     if bos_id is not None:
         _check_token("bos_id", bos_id, n_tokens)
@@ -49,6 +59,13 @@ def _get(metadata: Mapping[str, Any], key: str, kind: type, default: Any) -> Any
 def _check_token(key: str, token: object, n_tokens: int) -> None:
     if type(token) is not int or not 0 <= token < n_tokens:
         raise _wrong(key, token, f"a token id below {n_tokens}")
+
+
+def _check_generation(generation: Mapping[str, Any]) -> None:
+    for name, (low, high) in GENERATION_RANGES.items():
+        value = generation.get(name, low)
+        if type(value) not in (int, float) or not low <= value <= high:
+            raise _wrong(f"generation {name}", value, f"a number from {low:g} to {high:g}")
 
 
 def _wrong(key: str, value: object, wanted: str) -> ModelError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 from typing import Self
 
@@ -15,10 +16,15 @@ class InputFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            # Opening a pipe would otherwise wait for somebody to write.
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise ModelError(f"cannot open {path}: {error.strerror}") from error
-        self.n_bytes = os.fstat(self._fd).st_size
+        status = os.fstat(self._fd)
+        if not stat.S_ISREG(status.st_mode):
+            self.close()
+            raise ModelError(f"cannot open {path}: it is not a regular file")
+        self.n_bytes = status.st_size
 
     def read(self, offset: int, n_bytes: int) -> bytes:
         """Exactly n_bytes from offset; ModelError where the file has no such bytes."""

@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from cflow.engine.errors import ModelError
 
 MAX_COUNT = 1 << 31
@@ -76,7 +78,7 @@ class Fields:
     def refuse(self, key: str, *neutral: Any) -> None:
         """A key that changes what the model computes, in a way we lack."""
         value = self.get(key)
-        if value is not None and value not in neutral:
+        if value is not None and (isinstance(value, np.ndarray) or value not in neutral):
             raise self.error(key, f"is {_short(value)}, which is not supported")
 
     def _known(self, key: str, default: Any) -> Any:

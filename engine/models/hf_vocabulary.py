@@ -8,13 +8,14 @@ from tokenizers import Tokenizer
 
 from cflow.engine.errors import ModelError
 from cflow.engine.formats.safetensors import SafetensorsFolder, parse_json
+from cflow.engine.metadata import GENERATION_RANGES
 from cflow.engine.models.fields import Fields
 from cflow.engine.models.vocabulary import (
-    GENERATION_KEYS,
     SPECIAL,
     Vocabulary,
     byte_characters,
     byte_vocabulary,
+    check_rows,
     token_text,
 )
 
@@ -34,7 +35,7 @@ def vocabulary(folder: SafetensorsFolder, vocab_size: int) -> Vocabulary:
         tokenizer = None
     else:
         tokenizer = _tokenizer(data, f"{origin}/tokenizer.json")
-        base = Vocabulary(data, _tokens(tokenizer, data))
+        base = Vocabulary(data, _tokens(tokenizer, vocab_size, origin))
     bos = _token_id(tokenizer, settings, "bos_token")
     ends = {*config.ids("eos_token_id"), *generation.ids("eos_token_id")}
     ends |= _found(_token_id(tokenizer, settings, "eos_token"))
@@ -48,7 +49,7 @@ def vocabulary(folder: SafetensorsFolder, vocab_size: int) -> Vocabulary:
         eos_ids=sorted(ends),
         pad_id=_token_id(tokenizer, settings, "pad_token"),
         chat_template=_chat_template(folder, settings),
-        generation={key: generation.number(key) for key in GENERATION_KEYS if key in generation},
+        generation={key: generation.number(key) for key in GENERATION_RANGES if key in generation},
     )
 
 
@@ -82,12 +83,14 @@ def _tokenizer(data: bytes, origin: str) -> Tokenizer:
         raise ModelError(f"{origin}: {error}") from error
 
 
-def _tokens(tokenizer: Tokenizer, data: bytes) -> list[tuple[bytes, int]]:
+def _tokens(tokenizer: Tokenizer, vocab_size: int, origin: str) -> list[tuple[bytes, int]]:
     table = byte_characters()
     added = tokenizer.get_added_tokens_decoder()
     vocab = {token: text for text, token in tokenizer.get_vocab(with_added_tokens=True).items()}
+    n_tokens = max(vocab, default=-1) + 1
+    check_rows(n_tokens, vocab_size, origin)  # one absurd id makes the table too large to build
     rows = []
-    for token in range(max(vocab, default=-1) + 1):
+    for token in range(n_tokens):
         if token in added:
             entry = added[token]
             rows.append((entry.content.encode(), SPECIAL if entry.special else 0))
@@ -130,6 +133,6 @@ def _chat_template(folder: SafetensorsFolder, settings: Fields) -> str | None:
             raise ModelError(f"{folder.path}/chat_template.jinja is not UTF-8") from error
     value = settings.get("chat_template")
     if isinstance(value, list):  # several named ones
-        named = {item.get("name"): item.get("template") for item in value if isinstance(item, dict)}
-        value = named.get("default")
+        defaults = [v for v in value if isinstance(v, dict) and v.get("name") == "default"]
+        value = defaults[-1].get("template") if defaults else None
     return value if isinstance(value, str) else None

@@ -16,8 +16,6 @@ from cflow.engine.errors import ModelError
 
 SPECIAL = 1  # flag of a token that is never shown
 
-GENERATION_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-
 
 @dataclass(frozen=True)
 class Vocabulary:
@@ -50,14 +48,12 @@ class Vocabulary:
         }
 
     def within(self, vocab_size: int, origin: str) -> Vocabulary:
-        """Without ids that have no row in the embedding; ModelError where a token has none."""
-        if len(self.tokens) > vocab_size:
-            raise ModelError(
-                f"{origin}: the tokenizer has {len(self.tokens):,} tokens, "
-                f"the embedding only {vocab_size:,} rows"
-            )
+        """Without meanings for ids that are no tokens; ModelError where a token has no row in the
+        embedding."""
+        n_tokens = len(self.tokens)
+        check_rows(n_tokens, vocab_size, origin)
         bos, pad = (
-            None if token is None or token >= vocab_size else token
+            None if token is None or token >= n_tokens else token
             for token in (self.bos_id, self.pad_id)
         )
         return replace(
@@ -65,7 +61,15 @@ class Vocabulary:
             bos_id=bos,
             add_bos=self.add_bos and bos is not None,
             pad_id=pad,
-            eos_ids=[token for token in self.eos_ids if token < vocab_size],
+            eos_ids=[token for token in self.eos_ids if token < n_tokens],
+        )
+
+
+def check_rows(n_tokens: int, vocab_size: int, origin: str) -> None:
+    if n_tokens > vocab_size:
+        raise ModelError(
+            f"{origin}: the tokenizer has {n_tokens:,} tokens, "
+            f"the embedding only {vocab_size:,} rows"
         )
 
 

@@ -12,6 +12,7 @@ from gguf.quants import dequantize
 
 from cflow.engine.convert import convert
 from cflow.engine.errors import ModelError
+from cflow.engine.native import Model
 from makefiles.conversion import converted, gguf, keys, tensor, vocabulary
 from makefiles.gguf_file import GgufBuilder, Tensor, tiny_llama
 from makefiles.safetensors_file import tiny_folder, tiny_tensors
@@ -156,6 +157,14 @@ REFUSALS: dict[str, tuple[Callable[[GgufBuilder], Any], str]] = {
     "rope dimensions too many": (key("llama.rope.dimension_count", "I", 64), "2 to 16"),
     "yarn": (key("llama.rope.scaling.type", "s", "yarn"), "'yarn', which is not supported"),
     "value length": (key("llama.attention.value_length", "I", 8), "value_length is 8"),
+    "softcapping an array": (
+        key("llama.final_logit_softcapping", "[f", [0.0, 0.0]),
+        "which is not supported",
+    ),
+    "temperature below 0": (
+        lambda b: keys(vocabulary(b), ("general.sampling.temp", "f", -1.0)),
+        r"generation temperature is -1\.0; it must be a number from 0 to 100",
+    ),
     "softcapping": (key("llama.final_logit_softcapping", "f", 30.0), "softcapping is 30"),
     "architecture missing": (key("general.architecture", "I", 1), "a string is needed"),
     "SentencePiece": (key("tokenizer.ggml.model", "s", "llama"), "SentencePiece"),
@@ -202,6 +211,29 @@ def test_a_config_we_cannot_run_is_refused(fault: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=message):
         convert(str(path), tmp_path / "out.cflow")
     assert os.listdir(tmp_path) == ["m"]
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_pipe_is_refused_unread(name: str, tmp_path: Path) -> None:
+    path = tiny_folder(tmp_path / "m")
+    (path / name).unlink()
+    os.mkfifo(path / name)
+    with pytest.raises(ModelError, match=f"{name}: it is not a regular file"):
+        convert(str(path), tmp_path / "out.cflow")
+
+
+def test_a_name_that_is_not_utf8_is_converted_and_opened(tmp_path: Path) -> None:
+    builder = tiny_llama()
+    source = Path(os.fsdecode(os.fsencode(tmp_path) + b"/mod\xe9le.gguf"))
+    source.write_bytes(builder.build())
+    out = source.with_suffix(".cflow")
+    convert(str(source), out)
+    assert Model(str(out), header_only=True).metadata["source"] == "mod?le.gguf"
+
+
+def test_a_folder_is_no_output(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="is a folder"):
+        convert(str(gguf(tmp_path, tiny_llama())), tmp_path)
 
 
 def test_a_source_that_is_not_there_is_refused(tmp_path: Path) -> None:

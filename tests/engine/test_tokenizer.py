@@ -12,7 +12,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from cflow.engine.card import read_card
 from cflow.engine.config import EngineConfig
-from cflow.engine.errors import ModelError
+from cflow.engine.errors import EngineError, ModelError
 from cflow.engine.native_types import TokenBytes
 from cflow.engine.tokenizer import Tokenizer
 from oracles.real_models import RealModel
@@ -88,11 +88,22 @@ def test_truncation_and_padding_left_over_from_training_are_off() -> None:
         ({"eos_ids": 2}, "eos_ids is 2"),
         ({"eos_ids": [1, -1]}, "eos_ids is -1"),
         ({"add_bos": "yes"}, "add_bos is 'yes'"),
+        ({"generation": [1]}, r"generation is \[1\]"),
+        ({"generation": {"temperature": -1}}, "generation temperature is -1"),
+        ({"generation": {"top_k": 1e12}}, r"top_k is 1000000000000\.0; .* from -1 to"),
+        ({"generation": {"top_p": float("nan")}}, "top_p is nan"),
+        ({"generation": {"repetition_penalty": "1"}}, "repetition_penalty is '1'"),
     ],
 )
 def test_metadata_that_makes_no_sense_is_named(metadata: dict[str, Any], named: str) -> None:
     with pytest.raises(ModelError, match=named):
         make(**metadata)
+
+
+def test_half_of_a_surrogate_pair_is_refused() -> None:
+    with pytest.raises(EngineError, match="not Unicode") as caught:
+        make().encode("a\ud800")
+    assert caught.value.code == "invalid_request"
 
 
 def test_a_damaged_tokenizer_is_refused() -> None:

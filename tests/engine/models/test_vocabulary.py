@@ -84,6 +84,36 @@ def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path: Path) -> Non
         converted(with_tokenizer(tmp_path, 258))
 
 
+def test_an_absurd_token_id_is_refused_before_a_table_is_made(tmp_path: Path) -> None:
+    path = with_tokenizer(tmp_path)
+    settings = json.loads((path / "tokenizer.json").read_text())
+    settings["model"]["vocab"]["absurd"] = 4_000_000_000
+    (path / "tokenizer.json").write_text(json.dumps(settings))
+    with pytest.raises(ModelError, match="4,000,000,001 tokens, the embedding only 264 rows"):
+        converted(path)
+
+
+def test_an_end_that_is_no_token_is_left_out(tmp_path: Path) -> None:
+    path = with_tokenizer(tmp_path)
+    (path / "generation_config.json").write_text('{"eos_token_id": [257, 260]}')
+    assert converted(path).metadata["eos_ids"] == [257]
+
+
+@pytest.mark.parametrize(
+    ("templates", "chosen"),
+    [
+        ([{"name": "rag", "template": "R"}, {"name": "default", "template": "D"}], "D"),
+        ([{"name": ["default"], "template": "D"}, 5], None),
+    ],
+)
+def test_of_several_templates_the_default_counts(
+    templates: list[Any], chosen: str | None, tmp_path: Path
+) -> None:
+    path = with_tokenizer(tmp_path)
+    (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
+    assert converted(path).metadata["chat_template"] == chosen
+
+
 def test_other_tokenizers_are_refused(tmp_path: Path) -> None:
     path = tiny_folder(tmp_path / "m")
     (path / "tokenizer.model").write_bytes(b"x")
