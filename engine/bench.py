@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,7 @@ from typing import Any
 from cflow.engine import machine, native
 from cflow.engine.errors import CflowError
 from cflow.engine.native import Context, Model, Pick, Row, const
-
-Progress = Callable[[str, int, int], None]  # what runs, how much of it is done, how much it is
+from cflow.engine.reports import Report, silent
 
 MAX_STEP_ROWS = 512
 WARM_UP_STEPS = 4
@@ -110,16 +109,15 @@ def run(
     isa: str | None = None,
     kv: str = "f16",
     precision: str = "int8",
-    progress: Progress | None = None,
+    progress: Report = silent,
 ) -> BenchResult:
     """Loads the model at `path` and measures it, `runs` times each; threads None: as many as pay."""
     threads = threads or machine.cores().threads
-    report = progress or (lambda _what, _done, _total: None)
     model = Model(
         str(path),
         threads=threads,
         as_f32=precision == "f32",
-        progress=lambda done, total: report("load", done, total),
+        progress=lambda done, total: progress("load", done, total),
     )
     _check(model, prompt, gen, batch, runs)
     streams = max([1, *batch])
@@ -129,17 +127,17 @@ def run(
         isa=isa,
         max_rows=max(streams, min(prompt, MAX_STEP_ROWS)),
         max_sequences=streams,
-        max_context=max(prompt, gen),
+        max_context=max(prompt, gen, WARM_UP_STEPS),
         n_kv_blocks=_n_blocks(prompt) + streams * _n_blocks(gen),
         kv_type="f32" if precision == "f32" else kv,
     )
-    bench = _Bench(context, model.header.n_tokens, runs, report)
+    bench = _Bench(context, model.header.n_tokens, runs, progress)
     bench.warm_up()
-    before = _probe(threads, report)
+    before = _probe(threads, progress)
     prefill = bench.prefill(prompt)
     decode = bench.decode(1, gen)
     rates = [Batch(n, decode if n == 1 else bench.decode(n, gen)) for n in batch]
-    after = _probe(threads, report)
+    after = _probe(threads, progress)
     memory = model.memory
     return BenchResult(
         model=model.metadata.get("name") or Path(path).stem,
@@ -173,7 +171,7 @@ def _n_blocks(n_tokens: int) -> int:
     return -(-n_tokens // int(const.CFLOW_KV_BLOCK))
 
 
-def _probe(threads: int, report: Progress) -> float:
+def _probe(threads: int, report: Report) -> float:
     """GB/s of main memory: a buffer that no cache holds, read with the same threads."""
     report("probe", 0, 1)
     n_bytes = max(PROBE_BYTES, 4 * machine.cpu().l3_bytes)
@@ -185,7 +183,7 @@ def _probe(threads: int, report: Progress) -> float:
 class _Bench:
     """Times steps of one context."""
 
-    def __init__(self, context: Context, n_tokens: int, runs: int, report: Progress) -> None:
+    def __init__(self, context: Context, n_tokens: int, runs: int, report: Report) -> None:
         self._context = context
         self._n_tokens = n_tokens
         self._runs = runs

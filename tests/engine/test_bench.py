@@ -64,6 +64,10 @@ def test_every_phase_reports_its_end(path: Path) -> None:
     assert [done for done, _ in seen["decode 2"]] == [1, 2, 3, 4, 5, 6]
 
 
+def test_the_smallest_run(path: Path) -> None:
+    assert bench.run(path, prompt=1, gen=1, batch=(), runs=1, threads=1).decode.min > 0
+
+
 def test_the_debugging_precision(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[Any] = []
     monkeypatch.setattr(bench, "Model", lambda *a, **k: opened.append(k) or native.Model(*a, **k))
