@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import BinaryIO
 
 from cflow.engine.errors import ModelError
+from cflow.engine.reports import Report
 
 CATALOGUE = Path(__file__).parent.parent / "configs" / "catalogue.toml"
 COPY_BYTES = 1 << 20
 PIP = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
 PIP_QUIETLY = ["--quiet", "--no-cache-dir", "--disable-pip-version-check", "--retries", "1"]
-
-Report = Callable[[str, int, int], None]  # what is being done, bytes done, bytes in all
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from cflow.engine.errors import ModelError
-from cflow.engine.formats.cflow import Contents, Progress, Weight, write
+from cflow.engine.formats.cflow import Contents, Weight, write
 from cflow.engine.formats.gguf import GgufFile
 from cflow.engine.formats.matrix import Matrix
 from cflow.engine.formats.quantise import QUANTISERS
@@ -22,6 +22,7 @@ from cflow.engine.models import banks, gguf_model, gguf_vocabulary, hf_model, hf
 from cflow.engine.models.spec import ModelSpec
 from cflow.engine.models.vocabulary import Vocabulary
 from cflow.engine.models.weights import Weights
+from cflow.engine.reports import Progress
 
 QUANTS = ("keep", *QUANTISERS)
 F32_ROLES = ("router", "shared_scale")  # matrices that are never quantised

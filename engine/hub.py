@@ -17,19 +17,20 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from cflow.engine import catalogue
-from cflow.engine.catalogue import Entry, Report
+from cflow.engine.catalogue import Entry
 from cflow.engine.convert import convert
 from cflow.engine.errors import ModelError
 from cflow.engine.formats.cflow import MAGIC
+from cflow.engine.reports import Report, silent
 
 CONVERTER = 1  # raised when the same source would give another file
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja")
 
 
-def resolve(reference: str, *, progress: Report | None = None) -> Path:
+def resolve(reference: str, *, progress: Report = silent) -> Path:
     """The .cflow or .vflow file of a reference. May download and convert: that takes a while."""
     try:
-        return _resolve(reference, progress or (lambda _what, _done, _total: None))
+        return _resolve(reference, progress)
     except OSError as error:
         raise ModelError(f"cannot use the model {reference!r}: {error}") from error
 

@@ -15,6 +15,7 @@ from cflow.engine.messages import PROTOCOL, Ready
 from cflow.engine.metadata import parse_metadata
 from cflow.engine.native import Context, ContextOptions, Model, context_memory
 from cflow.engine.native_types import Pick, Row, TokenBytes
+from cflow.engine.reports import Progress
 from cflow.engine.runner import ROW_LOGITS
 from cflow.engine.runner import Context as AnyContext
 
@@ -31,10 +32,10 @@ class Loaded:
     ready: Ready
 
 
-Load = Callable[[EngineConfig, Callable[[int, int], None]], Loaded]
+Load = Callable[[EngineConfig, Progress], Loaded]
 
 
-def load(config: EngineConfig, progress: Callable[[int, int], None]) -> Loaded:
+def load(config: EngineConfig, progress: Progress) -> Loaded:
     """progress: bytes of weights read, and of all. Raises EngineError."""
     started = time.perf_counter()
     threads = config.threads or machine.cores().threads

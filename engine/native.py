@@ -10,7 +10,7 @@ import json
 import os
 import struct
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import fields
@@ -38,6 +38,7 @@ from cflow.engine.native_types import (
     Tensor,
     TokenBytes,
 )
+from cflow.engine.reports import Progress
 
 __all__ = [
     "Choice",
@@ -65,7 +66,6 @@ __all__ = [
     "sizeof",
 ]
 
-Progress = Callable[[int, int], None]  # bytes done, bytes in all
 Floats = NDArray[np.float32]
 T = TypeVar("T")
 

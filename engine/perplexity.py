@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,8 @@ from typing import Any
 from cflow.engine import machine
 from cflow.engine.errors import CflowError
 from cflow.engine.native import Context, Model, Row, const
+from cflow.engine.reports import Report, silent
 from cflow.engine.tokenizer import Tokenizer
-
-Progress = Callable[[str, int, int], None]  # what runs, how much of it is done, how much it is
 
 WINDOW = 512
 
@@ -50,38 +49,27 @@ def run(
     isa: str | None = None,
     kv: str = "f16",
     precision: str = "int8",
-    progress: Progress | None = None,
+    progress: Report = silent,
 ) -> PerplexityResult:
     """Scores the first `windows` windows of the file (None: all) with the model at `path`."""
     threads = threads or machine.cores().threads
-    report = progress or (lambda _what, _done, _total: None)
     text = _read(Path(text_file))
     model = Model(
         str(path),
         threads=threads,
         as_f32=precision == "f32",
-        progress=lambda done, total: report("load", done, total),
+        progress=lambda done, total: progress("load", done, total),
     )
     todo = _windows(model, text)[:windows]
     if not todo:
         raise CflowError(f"{text_file}: fewer than two tokens, nothing to score")
-    context = Context(
-        model,
-        threads=threads,
-        isa=isa,
-        max_rows=WINDOW,
-        max_sequences=1,
-        max_context=WINDOW,
-        n_kv_blocks=WINDOW // const.CFLOW_KV_BLOCK,
-        kv_type="f32" if precision == "f32" else kv,
-    )
-    context.bind(0, range(WINDOW // const.CFLOW_KV_BLOCK))
+    context = _context(model, threads, isa, "f32" if precision == "f32" else kv)
     losses: list[float] = []
     start = time.perf_counter()
     for n_done, window in enumerate(todo):
-        report("score", n_done, len(todo))
+        progress("score", n_done, len(todo))
         losses += _losses(context, window)
-    report("score", len(todo), len(todo))
+    progress("score", len(todo), len(todo))
     elapsed_s = time.perf_counter() - start
     mean, stderr = _mean(losses)
     return PerplexityResult(
@@ -96,6 +84,23 @@ def run(
         isa=context.isa,
         threads=threads,
     )
+
+
+def _context(model: Model, threads: int, isa: str | None, kv: str) -> Context:
+    """For one window at a time."""
+    n_blocks = WINDOW // const.CFLOW_KV_BLOCK
+    context = Context(
+        model,
+        threads=threads,
+        isa=isa,
+        max_rows=WINDOW,
+        max_sequences=1,
+        max_context=WINDOW,
+        n_kv_blocks=n_blocks,
+        kv_type=kv,
+    )
+    context.bind(0, range(n_blocks))
+    return context
 
 
 def _read(text_file: Path) -> str:

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 
 from cflow.engine.errors import ModelError
-from cflow.engine.formats.cflow import Contents, Progress, Weight, write, write_header
+from cflow.engine.formats.cflow import Contents, Weight, write, write_header
 from cflow.engine.formats.tiles import Bytes, Planes, pack, stripe_rows
 from cflow.engine.models import banks
 from cflow.engine.models.spec import LayerSpec, ModelSpec, Rope
 from cflow.engine.models.vocabulary import byte_vocabulary
+from cflow.engine.reports import Progress
 
 SHAPES = Path(__file__).parent.parent / "configs" / "shapes"
 POOL_BLOCKS = 4099  # of random codes per stripe height; a prime, so that tensors repeat out of step

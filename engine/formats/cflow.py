@@ -19,6 +19,7 @@ import numpy as np
 from cflow.engine import native
 from cflow.engine.errors import ModelError
 from cflow.engine.formats.tiles import Bytes, n_stripes, stripe_bytes, stripe_rows
+from cflow.engine.reports import Progress
 
 MAGIC = b"cflow\r\n\x1a"
 PAGE = 4096
@@ -26,8 +27,6 @@ LINE = 64
 RUN_BYTES = 1 << 20
 CHUNK_BYTES = 8 << 20
 MODEL_LEVEL: int = native.const.CFLOW_MODEL_LEVEL  # the block of what belongs to no layer
-
-Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
 
 @dataclass(frozen=True)
