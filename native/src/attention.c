@@ -71,16 +71,15 @@ static uint16_t f32_to_bf16(float x) {
 static void kv_store(const cflow_ctx *ctx, uint8_t *codes, float *scale, const float *x, uint32_t n,
                      size_t at, size_t stride) {
     float amax = 0, bad = 0; /* bad: NaN if any x is not finite, and then so is the scale */
-    uint16_t half;
+    float to_codes;
+    uint16_t halves[MAX_HEAD_DIM];
     switch ((cflow_kv_type)ctx->options.kv_type) {
     case CFLOW_KV_F32:
         for (uint32_t i = 0; i < n; i++) ((float *)(void *)codes)[at + i * stride] = x[i];
         break;
     case CFLOW_KV_F16:
-        for (uint32_t i = 0; i < n; i++) {
-            ctx->k.f32_to_f16(x + i, 1, &half);
-            ((uint16_t *)(void *)codes)[at + i * stride] = half;
-        }
+        ctx->k.f32_to_f16(x, n, halves);
+        for (uint32_t i = 0; i < n; i++) ((uint16_t *)(void *)codes)[at + i * stride] = halves[i];
         break;
     case CFLOW_KV_BF16:
         for (uint32_t i = 0; i < n; i++)
@@ -91,10 +90,12 @@ static void kv_store(const cflow_ctx *ctx, uint8_t *codes, float *scale, const f
             amax = fmaxf(amax, fabsf(x[i]));
             bad += x[i] * 0;
         }
+        to_codes = 127.0f / amax;
+        if (bad != 0 || !isfinite(to_codes)) to_codes = 0; /* nothing, or too small to divide by */
         *scale = amax / 127.0f + bad;
         for (uint32_t i = 0; i < n; i++)
             ((int8_t *)codes)[at + i * stride] =
-                (int8_t)(amax > 0 && bad == 0 ? rintf(x[i] * (127.0f / amax)) : 0);
+                (int8_t)(to_codes == 0 ? 0 : rintf(x[i] * to_codes));
         break;
     }
 }

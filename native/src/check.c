@@ -5,6 +5,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "model.h"
 #include "status.h"
 
 typedef unsigned long long ull;
@@ -15,7 +16,6 @@ enum {
     MAX_WIDTH = 1 << 20,
     MAX_VOCAB = 1 << 24,
     MAX_CONTEXT = 1 << 24,
-    MAX_HEAD_DIM = 1024,
     PAGE = 4096
 };
 static const uint64_t max_file_bytes = 1ull << 50, max_small_section = 1ull << 28;

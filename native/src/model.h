@@ -21,6 +21,8 @@ typedef struct {
     uint64_t record_offset; /* expert roles: where it starts in each record */
 } matrix;
 
+enum { MAX_HEAD_DIM = 1024 }; /* a file with more is refused */
+
 typedef struct plan plan;
 
 struct cflow_model {
