@@ -394,9 +394,10 @@ typedef struct {
 cflow_status cflow_ctx_sample(cflow_ctx *ctx, const cflow_pick *picks, int32_t n_picks,
                               cflow_choice *choices, cflow_error *err);
 
-void cflow_ctx_cancel(cflow_ctx *ctx);                /* any thread: the running step ends early */
-uint64_t cflow_ctx_stage_count(const cflow_ctx *ctx); /* any thread: stages run so far */
-uint64_t cflow_ctx_read_bytes(const cflow_ctx *ctx);  /* weight bytes streamed so far */
+void cflow_ctx_cancel(cflow_ctx *ctx); /* any thread: the running step ends early */
+uint64_t
+cflow_ctx_stage_count(const cflow_ctx *ctx); /* any thread: stages run so far, two for the head */
+uint64_t cflow_ctx_read_bytes(const cflow_ctx *ctx); /* weight bytes streamed so far */
 
 /* keep_values only: row `row` of value `name` ("L0.q") of the last step. n: floats in out; *n_out:
  * the value's width. "L0.routed" gives expert ids, "L0.routed_weights" their weights. */
