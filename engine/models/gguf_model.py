@@ -43,8 +43,8 @@ NAMING = Naming(
         "shared_down": _BLOCK + "ffn_down_shexp.weight",
         "shared_scale": _BLOCK + "ffn_gate_inp_shexp.weight",
     },
-    stacked={role: [Stacked(f"{_BLOCK}{n}_exps.weight")] for role, n in _EXPERT_NAMES.items()},
-    each={role: [f"{_BLOCK}{n}.{{expert}}.weight"] for role, n in _EXPERT_NAMES.items()},
+    stacked={role: Stacked(f"{_BLOCK}{n}_exps.weight") for role, n in _EXPERT_NAMES.items()},
+    each={role: f"{_BLOCK}{n}.{{expert}}.weight" for role, n in _EXPERT_NAMES.items()},
     ignored=r"rope_freqs\.weight",
 )
 

@@ -45,14 +45,14 @@ NAMING = Naming(
         "shared_scale": _MLP + "shared_expert_gate.weight",
     },
     stacked={
-        "expert_gate": [Stacked(_MLP + "experts.gate_up_proj", 0, 2)],
-        "expert_up": [Stacked(_MLP + "experts.gate_up_proj", 1, 2)],
-        "expert_down": [Stacked(_MLP + "experts.down_proj")],
+        "expert_gate": Stacked(_MLP + "experts.gate_up_proj", 0, 2),
+        "expert_up": Stacked(_MLP + "experts.gate_up_proj", 1, 2),
+        "expert_down": Stacked(_MLP + "experts.down_proj"),
     },
     each={
-        "expert_gate": [_MLP + "experts.{expert}.gate_proj.weight"],
-        "expert_up": [_MLP + "experts.{expert}.up_proj.weight"],
-        "expert_down": [_MLP + "experts.{expert}.down_proj.weight"],
+        "expert_gate": _MLP + "experts.{expert}.gate_proj.weight",
+        "expert_up": _MLP + "experts.{expert}.up_proj.weight",
+        "expert_down": _MLP + "experts.{expert}.down_proj.weight",
     },
     ignored=r".*\.rotary_emb\.inv_freq",
 )
@@ -60,9 +60,9 @@ MIXTRAL_NAMING = replace(
     NAMING,
     plain=NAMING.plain | {"router": _MIXTRAL + "gate.weight"},
     each={
-        "expert_gate": [_MIXTRAL + "experts.{expert}.w1.weight"],
-        "expert_up": [_MIXTRAL + "experts.{expert}.w3.weight"],
-        "expert_down": [_MIXTRAL + "experts.{expert}.w2.weight"],
+        "expert_gate": _MIXTRAL + "experts.{expert}.w1.weight",
+        "expert_up": _MIXTRAL + "experts.{expert}.w3.weight",
+        "expert_down": _MIXTRAL + "experts.{expert}.w2.weight",
     },
 )
 ACTIVATIONS = {

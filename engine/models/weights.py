@@ -26,8 +26,8 @@ class Naming:
     """Templates with {layer} and {expert}. ignored: a pattern of names that hold no weights."""
 
     plain: dict[str, str]
-    stacked: dict[str, list[Stacked]]
-    each: dict[str, list[str]]
+    stacked: dict[str, Stacked]
+    each: dict[str, str]
     ignored: str
 
 
@@ -47,28 +47,21 @@ class Weights:
         self._matrix = matrix
         self._used: set[str] = set()
 
-    def has(self, role: str, layer: int = 0) -> bool:
-        return self._naming.plain[role].format(layer=layer) in self._shapes
-
     def find(self, role: str, layer: int, shape: Shape) -> Matrix:
         return self._checked(self._naming.plain[role].format(layer=layer), shape)
 
     def find_experts(self, role: str, layer: int, n_experts: int, shape: Shape) -> list[Matrix]:
         """One matrix of `shape` per expert, from a stacked tensor or from one each."""
         n_rows, n_cols = shape
-        for stacked in self._naming.stacked[role]:
-            name = stacked.name.format(layer=layer)
-            if name not in self._shapes:
-                continue
+        stacked = self._naming.stacked[role]
+        name = stacked.name.format(layer=layer)
+        if name in self._shapes:
             whole = self._checked(name, (n_experts, stacked.n_parts * n_rows, n_cols))
             starts = [(e * stacked.n_parts + stacked.part) * n_rows for e in range(n_experts)]
             return [whole.part(start, n_rows) for start in starts]
-        templates = self._naming.each[role]
-        chosen = next(
-            (t for t in templates if t.format(layer=layer, expert=0) in self._shapes), templates[0]
-        )
+        names = self._naming.each[role]
         return [
-            self._checked(chosen.format(layer=layer, expert=expert), shape)
+            self._checked(names.format(layer=layer, expert=expert), shape)
             for expert in range(n_experts)
         ]
 
