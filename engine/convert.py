@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,9 +69,9 @@ def convert(
 
 def open_source(path: Path) -> Source:
     """Reads headers only."""
-    if path.is_dir():
+    if os.path.isdir(path):
         return _open_folder(path)
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise ModelError(f"{path} does not exist")
     return _open_gguf(path)
 

@@ -70,7 +70,7 @@ def _from_path(path: Path, report: Report) -> Path:
         raise ModelError(
             f"{path} is no model file; .cflow, .vflow, .gguf and Hugging Face folders are supported"
         )
-    stem = re.sub(r"[^\w.-]", "_", path.resolve().name.removesuffix(".gguf"))
+    stem = re.sub(r"[^\w.-]", "_", path.resolve().name.removesuffix(".gguf"))[:100]
     target = cache_folder() / f"{stem}-{_identity(path)}.cflow"
     with _locked(target) as is_done:
         if not is_done:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from cflow.engine.errors import ModelError
 from cflow.engine.formats.cflow import Contents, Weight, write, write_header
 from cflow.engine.formats.tiles import Bytes, Planes, pack, stripe_rows
 from cflow.engine.models import banks
-from cflow.engine.models.spec import LayerSpec, ModelSpec, Rope
+from cflow.engine.models.spec import MAX_LAYERS, LayerSpec, ModelSpec, Rope
 from cflow.engine.models.vocabulary import byte_vocabulary
 from cflow.engine.reports import Progress
 
@@ -29,7 +30,7 @@ def shape_names() -> list[str]:
 def load_shape(shape: str) -> ModelSpec:
     """A shape by name, or from a .toml file: the fields of ModelSpec, [layer] those of LayerSpec."""
     path = Path(shape) if shape.endswith(".toml") else SHAPES / f"{shape}.toml"
-    if shape not in shape_names() and not (shape.endswith(".toml") and path.is_file()):
+    if shape not in shape_names() and not (shape.endswith(".toml") and os.path.isfile(path)):
         raise ModelError(f"no shape {shape!r}; there are {', '.join(shape_names())}")
     try:
         table = tomllib.loads(path.read_text())
@@ -38,7 +39,7 @@ def load_shape(shape: str) -> ModelSpec:
         n_layers = table.pop("n_layers")
         one = LayerSpec(rope=rope, norm_eps=table["norm_eps"], **layer)
         one.fields(0)  # finds names of kinds that do not exist
-        spec = ModelSpec(name=path.stem, layers=[one] * n_layers, **table)
+        spec = ModelSpec(name=path.stem, layers=[one] * min(n_layers, MAX_LAYERS + 1), **table)
         spec.check()
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ModelError(f"{path}: not a model shape: {error}") from error

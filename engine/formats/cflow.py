@@ -5,6 +5,7 @@ The layout is computed from shapes alone; the weights then stream through, a few
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -142,8 +143,6 @@ class _Writer:
         return sections
 
     def run(self) -> None:
-        if self._path.is_dir():
-            raise ModelError(f"{self._path} is a folder; name the file to write")
         self._check_space()
         self._safely(self._write)
 
@@ -164,9 +163,12 @@ class _Writer:
         except OSError as error:
             raise ModelError(f"cannot write {self._path}: {error.strerror}") from error
         finally:
-            temporary.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
 
     def _check_space(self) -> None:
+        if os.path.isdir(self._path):
+            raise ModelError(f"{self._path} is a folder; name the file to write")
         try:
             free = shutil.disk_usage(self._path.parent).free
         except OSError as error:

@@ -231,6 +231,15 @@ def test_a_name_that_is_not_utf8_is_converted_and_opened(tmp_path: Path) -> None
     assert Model(str(out), header_only=True).metadata["source"] == "mod?le.gguf"
 
 
+@pytest.mark.parametrize("n", [250, 300])  # the temporary file's name is longer
+def test_names_too_long_are_refused(n: int, tmp_path: Path) -> None:
+    source = gguf(tmp_path, tiny_llama())
+    with pytest.raises(ModelError, match=r"cannot write .*: File name too long"):
+        convert(str(source), tmp_path / ("x" * n))
+    with pytest.raises(ModelError, match="does not exist"):
+        convert("x" * n, tmp_path / "out.cflow")
+
+
 def test_a_folder_is_no_output(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="is a folder"):
         convert(str(gguf(tmp_path, tiny_llama())), tmp_path)

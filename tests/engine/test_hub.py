@@ -90,6 +90,12 @@ def test_an_unknown_reference_names_the_catalogue(reference: str) -> None:
     assert "hf:org/repo" in str(error.value)
 
 
+def test_a_long_name_is_cut_in_the_cache(gguf: Path, tmp_path: Path) -> None:
+    source = tmp_path / ("x" * 245 + ".gguf")
+    gguf.rename(source)
+    assert hub.resolve(str(source)).exists()
+
+
 @pytest.mark.parametrize("reference", ["x" * 300, "~nobody-of-this-name/model"])
 def test_a_path_that_cannot_be_one_is_an_error(reference: str) -> None:
     with pytest.raises(ModelError, match=f"model '{reference}'"):
