@@ -23,8 +23,7 @@ class Cores:
 
     threads: int
     reason: str
-    affinity: int  # logical CPUs this process may run on
-    physical: int  # cores they belong to
+    physical: int  # cores that this process may run on
     nodes: int  # memory nodes they belong to
     quota: CpuQuota | None
 
@@ -60,7 +59,7 @@ def cores(root: Path = ROOT) -> Cores:
     if quota and quota.cpus < physical:
         threads = max(1, int(quota.cpus))
         reason = f"CPU quota of {quota.cpus:g} ({quota.source}); {reason}"
-    return Cores(threads, reason, len(allowed), physical, _n_nodes(root, allowed), quota)
+    return Cores(threads, reason, physical, _n_nodes(root, allowed), quota)
 
 
 def memory(root: Path = ROOT) -> Memory:
