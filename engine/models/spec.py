@@ -108,7 +108,7 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model. tokens and text belong to TextSpec; weights are found by role."""
+    """A model without its vocabulary; weights are found by role."""
 
     architecture: str
     name: str
