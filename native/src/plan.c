@@ -104,11 +104,11 @@ static uint32_t norm_of(builder *b, uint32_t stream, const matrix *weight, float
     return v;
 }
 
-static uint32_t layer_norm(builder *b, uint32_t stream, uint32_t layer, cflow_role role) {
-    static const char *const names[] = {"norm1", "norm2", "norm3"};
+static uint32_t layer_norm(builder *b, uint32_t stream, uint32_t layer, cflow_role role,
+                           const char *what) {
     const cflow_layer *l = model_layer(b->m, layer);
     return norm_of(b, stream, model_matrix(b->m, layer, role), l->norm_eps, l->norm_offset, layer,
-                   names[role - CFLOW_NORM1]);
+                   what);
 }
 
 /* ---- the parts of a layer; each returns the value it adds to the stream ---- */
@@ -116,7 +116,7 @@ static uint32_t layer_norm(builder *b, uint32_t stream, uint32_t layer, cflow_ro
 static uint32_t build_attention(builder *b, uint32_t layer) {
     const cflow_layer *l = model_layer(b->m, layer);
     op *qkv = new_op(b, OP_MATMUL, PART_ATTENTION, layer, "qkv");
-    qkv->in[0] = layer_norm(b, b->streams[layer], layer, CFLOW_NORM1);
+    qkv->in[0] = layer_norm(b, b->streams[layer], layer, CFLOW_NORM1, "norm1");
     add_piece(b, qkv, model_matrix(b->m, layer, CFLOW_Q), model_matrix(b->m, layer, CFLOW_Q_BIAS),
               "q");
     add_piece(b, qkv, model_matrix(b->m, layer, CFLOW_K), model_matrix(b->m, layer, CFLOW_K_BIAS),
@@ -159,7 +159,8 @@ static uint32_t build_ffn(builder *b, op_part part, uint32_t layer, uint32_t x,
 static uint32_t build_dense(builder *b, uint32_t layer, uint32_t stream) {
     static const cflow_role roles[] = {CFLOW_GATE, CFLOW_UP, CFLOW_DOWN};
     static const char *const names[] = {"gate_up", "hidden", "down", "dense_out"};
-    return build_ffn(b, PART_DENSE, layer, layer_norm(b, stream, layer, CFLOW_NORM2), roles, names);
+    return build_ffn(b, PART_DENSE, layer, layer_norm(b, stream, layer, CFLOW_NORM2, "norm2"),
+                     roles, names);
 }
 
 static op *build_expert_op(builder *b, op_kind kind, uint32_t layer, const char *what, uint32_t x,
@@ -173,13 +174,14 @@ static op *build_expert_op(builder *b, op_kind kind, uint32_t layer, const char 
 }
 
 /* Router, selection, experts; their output waits for the combine that injects it. */
-static void build_experts(builder *b, uint32_t layer, uint32_t stream) {
+static void build_experts(builder *b, uint32_t layer, uint32_t stream, const char *norm_name) {
     static const cflow_role shared_roles[] = {CFLOW_SHARED_GATE, CFLOW_SHARED_UP,
                                               CFLOW_SHARED_DOWN};
     static const char *const shared_names[] = {"shared_gate_up", "shared_hidden", "shared_down",
                                                "shared_out"};
     const cflow_layer *l = model_layer(b->m, layer);
-    const uint32_t x = layer_norm(b, stream, layer, l->norms_shared ? CFLOW_NORM2 : CFLOW_NORM3);
+    const uint32_t x =
+        layer_norm(b, stream, layer, l->norms_shared ? CFLOW_NORM2 : CFLOW_NORM3, norm_name);
     op *route = new_op(b, OP_MATMUL, PART_ROUTER, layer, "route");
     route->in[0] = x;
     add_piece(b, route, model_matrix(b->m, layer, CFLOW_ROUTER), NULL, "router");
@@ -244,9 +246,11 @@ static void build_layer(builder *b, uint32_t layer) {
         add_term(b, mid, attention, l->residual_scale);
         x_mid = mid->out[0];
     }
-    if (l->n_experts) build_experts(b, layer, source_stream(b, layer, l->expert_anchor, x_mid));
-    uint32_t dense = NO_VALUE;
-    if (l->d_ff) dense = build_dense(b, layer, source_stream(b, layer, l->dense_source, x_mid));
+    const uint32_t dense_stream = source_stream(b, layer, l->dense_source, x_mid);
+    const uint32_t anchor = source_stream(b, layer, l->expert_anchor, x_mid);
+    const int one_norm = l->norms_shared && (!l->d_ff || anchor == dense_stream);
+    if (l->n_experts) build_experts(b, layer, anchor, one_norm ? "norm2" : "norm3");
+    const uint32_t dense = l->d_ff ? build_dense(b, layer, dense_stream) : NO_VALUE;
 
     const int last = layer + 1 == b->m->header.n_layers;
     op *out = new_combine(b, layer + 1, last ? "x_out" : "x_in",

@@ -105,7 +105,11 @@ class Layer:
         if layer["n_experts"]:
             last = len(due) - 1
             joins = min(self.index + layer["expert_delay"], last)
-            due[joins].append(self.experts(sources[layer["expert_anchor"]]))
+            anchor = sources[layer["expert_anchor"]]
+            shares = layer["norms_shared"] and (
+                not layer["d_ff"] or anchor is sources[layer["dense_source"]]
+            )
+            due[joins].append(self.experts(anchor, "norm2" if shares else "norm3"))
         for output in due[self.index]:
             x_out = x_out + output
         name = "x_out" if self.index + 1 == len(due) else f"L{self.index + 1}.x_in"
@@ -179,10 +183,9 @@ class Layer:
         hidden = self.make("hidden", self.gated(self.matmul(x, "gate"), self.matmul(x, "up")))
         return self.make("dense_out", self.matmul(hidden, "down"))
 
-    def experts(self, source: Array) -> Array:
-        """What router, experts and shared expert add, (n, d_model)."""
-        role = "norm2" if self.layer["norms_shared"] else "norm3"
-        x = self.norm(source, role, role)
+    def experts(self, source: Array, norm: str) -> Array:
+        """What router, experts and shared expert add, (n, d_model). norm: the name of their input."""
+        x = self.norm(source, "norm2" if self.layer["norms_shared"] else "norm3", norm)
         ids, weights = self.routed(self.make("router", self.matmul(x, "router")))
         hidden, each = [], []
         for row, rank in np.ndindex(ids.shape):
