@@ -245,6 +245,17 @@ def test_a_folder_is_no_output(tmp_path: Path) -> None:
         convert(str(gguf(tmp_path, tiny_llama())), tmp_path)
 
 
+def test_a_source_is_never_its_own_output(tmp_path: Path) -> None:
+    source = gguf(tmp_path, tiny_llama())
+    before = source.read_bytes()
+    link = tmp_path / "same.cflow"
+    link.symlink_to(source)
+    for out in (source, link):
+        with pytest.raises(ModelError, match="is the source itself"):
+            convert(str(source), out)
+    assert source.read_bytes() == before
+
+
 def test_a_source_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="does not exist"):
         convert(str(tmp_path / "no.gguf"), tmp_path / "out.cflow")
