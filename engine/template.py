@@ -58,6 +58,8 @@ class ChatTemplate:
             self._stop()
 
     def _run(self, variables: dict[str, Any]) -> Result:
+        if self._process is not None and self._process.poll() is not None:
+            self._stop()  # somebody killed it between two jobs; the template is not to blame
         source = self._source if self._process is None else None
         try:
             job = msgspec.msgpack.encode(Job(source, variables))

@@ -36,10 +36,12 @@ class Tokenizer:
         if self._encoder is None:
             raise ModelError("the model file has no tokenizer; send token ids")
         try:
-            ids: list[int] = self._encoder.encode(text, add_special_tokens=False).ids
+            # Of all ways to encode, only those for batches release the GIL.
+            (encoding,) = self._encoder.encode_batch_fast([text], add_special_tokens=False)
         except TypeError as error:  # of a str, only that
             message = "the text is not Unicode: it holds half of a surrogate pair"
             raise EngineError("invalid_request", message) from error
+        ids: list[int] = encoding.ids
         bos = self.bos_id
         if add_bos and self.adds_bos and bos is not None and ids[:1] != [bos]:
             ids.insert(0, bos)

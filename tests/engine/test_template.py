@@ -1,5 +1,7 @@
 """Chat templates: equal to transformers, tolerant of clients, and harmless."""
 
+import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -199,6 +201,20 @@ def test_a_template_cannot_take_all_time_or_memory(make: Any, source: str) -> No
     with pytest.raises(TemplateError):
         template.render(USER)
     assert time.monotonic() - started < 5
+
+
+def children() -> set[int]:
+    return {int(pid) for pid in Path("/proc/thread-self/children").read_text().split()}
+
+
+def test_a_process_killed_between_two_jobs_is_started_again(make: Any) -> None:
+    before = children()
+    template = make(LOOP)
+    assert template.render(USER) == "[user:hi]"
+    (pid,) = children() - before
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert template.render(USER) == "[user:hi]"
 
 
 def test_a_template_that_lost_its_process_works_again(make: Any) -> None:

@@ -1,6 +1,7 @@
 """Begin tokens, ids that do not exist, long runs, and the real tokenizers."""
 
 import json
+import threading
 import time
 import unicodedata
 from typing import Any
@@ -144,3 +145,15 @@ def test_long_runs_keep_to_a_time_that_length_explains(real_tokenizer: Tokenizer
     assert unicodedata.normalize("NFC", real_tokenizer.decode(ids)) == unicodedata.normalize(
         "NFC", text
     )
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(real_tokenizer: Tokenizer) -> None:
+    thread = threading.Thread(target=real_tokenizer.encode, args=("x " * 500_000,))
+    gaps, last = [], time.perf_counter()
+    thread.start()
+    while thread.is_alive():
+        time.sleep(0.001)
+        now = time.perf_counter()
+        gaps.append(now - last)
+        last = now
+    assert max(gaps) < 0.5 * sum(gaps)
