@@ -169,6 +169,8 @@ class _Writer:
     def _check_space(self) -> None:
         if os.path.isdir(self._path):
             raise ModelError(f"{self._path} is a folder; name the file to write")
+        if self._path.exists() and not self._path.is_file():  # /dev/null must not be replaced
+            raise ModelError(f"{self._path} is a device or a pipe; name the file to write")
         try:
             free = shutil.disk_usage(self._path.parent).free
         except OSError as error:

@@ -156,6 +156,15 @@ def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
         write(contents(lambda *_: np.zeros((1, 128), np.uint8)), tmp_path / "no" / "x.cflow")
 
 
+def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
+    pipe = tmp_path / "x.cflow"
+    os.mkfifo(pipe)
+    with pytest.raises(ModelError, match="a pipe"):
+        write(contents(lambda *_: np.zeros((1, 128), np.uint8)), pipe)
+    assert pipe.is_fifo()
+    assert os.listdir(tmp_path) == ["x.cflow"]
+
+
 def test_progress_ends_at_the_total(tmp_path: Path) -> None:
     (tmp_path / "x.gguf").write_bytes(tiny_llama().build())
     seen: list[tuple[int, int]] = []
