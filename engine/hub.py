@@ -7,6 +7,7 @@ a hash of what it was made from, so a changed source is converted anew.
 from __future__ import annotations
 
 import fcntl
+import glob
 import hashlib
 import os
 import re
@@ -110,7 +111,17 @@ def _locked(target: Path) -> Iterator[bool]:
         return
     with open(target.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        _clear(target)
         yield target.exists()
+
+
+def _clear(target: Path) -> None:
+    """Removes what processes that were killed while they made `target` have left."""
+    for part in target.parent.glob(f".{glob.escape(target.name)}.*.part"):
+        if part.is_dir():
+            shutil.rmtree(part, ignore_errors=True)
+        else:
+            part.unlink(missing_ok=True)
 
 
 def _from_catalogue(entry: Entry, report: Report) -> Path:
@@ -118,7 +129,8 @@ def _from_catalogue(entry: Entry, report: Report) -> Path:
     with _locked(target) as is_done:
         if not is_done:
             _need_space(entry, target.parent)
-            with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-") as folder:
+            prefix, suffix = f".{target.name}.", ".part"  # for _clear
+            with tempfile.TemporaryDirectory(suffix, prefix, target.parent) as folder:
                 checkpoint = Path(folder) / f"{entry.name}.gguf"
                 catalogue.fetch(entry, checkpoint, report)
                 _convert(checkpoint, target, report)

@@ -83,6 +83,17 @@ def test_a_failed_conversion_leaves_nothing(gguf: Path, cache: Path) -> None:
     assert left(cache) == []
 
 
+def test_what_a_killed_process_left_is_removed(gguf: Path, cache: Path) -> None:
+    target = hub.resolve(str(gguf))
+    target.unlink()
+    (cache / f".{target.name}.0123abcd.part").write_bytes(b"half")
+    (cache / f".{target.name}.xyz.part").mkdir()
+    other = cache / ".other.cflow.0123abcd.part"
+    other.write_bytes(b"somebody else's")
+    assert hub.resolve(str(gguf)) == target
+    assert sorted(cache.glob(".*.part")) == [other]
+
+
 @pytest.mark.parametrize("reference", ["nothing", "no/such/file.gguf", "", "no such model"])
 def test_an_unknown_reference_names_the_catalogue(reference: str) -> None:
     with pytest.raises(ModelError, match=r"smollm2-135m, qwen2\.5-coder-0\.5b") as error:
