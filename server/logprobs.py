@@ -62,10 +62,11 @@ def prompt_texts(tokenizer: Tokenizer, ids: Sequence[int], n_added: int) -> list
 class LegacyLogprobs:
     """Builds the arrays of one choice piece by piece. text_offset counts in the returned text."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, offset: int) -> None:
+        """offset: characters in front of what is added, those of the echo."""
         self._tokenizer = tokenizer
         self._texts = TokenTexts(tokenizer)
-        self._offset = 0
+        self._offset = offset
 
     def _add(self, out: Legacy, text: str, logprob: Logprob | None) -> None:
         out["tokens"].append(text)

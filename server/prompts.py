@@ -11,6 +11,7 @@ from cflow.engine.tokenizer import Tokenizer
 from cflow.server.errors import RequestError, shorten
 
 MAX_PROMPTS = 256
+MAX_ANSWERS = 1024  # prompts x choices
 INLINE_CHARS = 2000  # tokenised at once; a longer text goes to a thread
 
 
@@ -83,11 +84,22 @@ def _split(prompt: Any) -> list[str | list[int]]:
     raise RequestError(message, param="prompt")
 
 
-async def encode_prompts(tokenizer: Tokenizer, prompt: Any) -> list[Prompt]:
-    parts = _split(prompt)
-    if len(parts) > MAX_PROMPTS:
-        message = f"prompt: {len(parts)} prompts in one request; at most {MAX_PROMPTS} are allowed."
+def _check_count(n_prompts: int, n_choices: int) -> None:
+    if n_prompts > MAX_PROMPTS:
+        message = f"prompt: {n_prompts} prompts in one request; at most {MAX_PROMPTS} are allowed."
         raise RequestError(message, param="prompt")
+    if n_prompts * n_choices > MAX_ANSWERS:
+        message = (
+            f"n: {n_choices} choices for each of {n_prompts} prompts are {n_prompts * n_choices} "
+            f"answers in one request; at most {MAX_ANSWERS} are allowed."
+        )
+        raise RequestError(message, param="n")
+
+
+async def encode_prompts(tokenizer: Tokenizer, prompt: Any, n_choices: int) -> list[Prompt]:
+    """n_choices: how many answers each of them is to have."""
+    parts = _split(prompt)
+    _check_count(len(parts), n_choices)
     return [
         await encode_text(tokenizer, part) if isinstance(part, str) else _check_ids(part, tokenizer)
         for part in parts

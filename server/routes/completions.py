@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from cflow.engine.messages import Delta, Finish, Logprob, SamplingParams
+from cflow.engine.tokenizer import Tokenizer
 from cflow.server.errors import ClientGone, RequestError
 from cflow.server.generation import Generation
 from cflow.server.logprobs import Legacy, LegacyLogprobs, join, prompt_texts
@@ -19,6 +20,7 @@ from cflow.server.sse import Events, EventStream, ended, watching
 from cflow.server.wire import Chunks, Envelope, encode, usage, wants_usage
 
 DEFAULT_MAX_TOKENS = 16
+MAX_ECHOED = 1 << 21  # tokens and log-probabilities in all echoes of a request
 
 router = APIRouter()
 
@@ -58,47 +60,85 @@ def _ranks(ask: CompletionRequest) -> bool:
     return ask.best_of is not None and ask.best_of > ask.n
 
 
+def check_echo(ask: CompletionRequest, prompts: list[Prompt], n_choices: int) -> None:
+    """Echoes are the one part of an answer that takes no time to compute, only memory."""
+    n = sum(len(prompt.ids) for prompt in prompts) * n_choices * (1 + (ask.logprobs or 0))
+    if ask.echo and n > MAX_ECHOED:
+        raise _refuse(
+            "echo",
+            f"of these prompts would return {n} tokens and log-probabilities; at most "
+            f"{MAX_ECHOED} are allowed. Send fewer prompts, or lower n or logprobs.",
+        )
+
+
+@dataclass(slots=True)
+class Echo:
+    """A prompt as its answers repeat it."""
+
+    text: str
+    arrays: Legacy | None
+    n_left: int  # choices that have not begun
+
+
 class Choice:
     """One choice being written: its echo, then its text and log-probabilities, piece by piece."""
 
-    def __init__(self, service: Service, ask: CompletionRequest, prompt: Prompt) -> None:
-        tokenizer = service.engine.card.tokenizer
-        self._logprobs = LegacyLogprobs(tokenizer) if ask.logprobs is not None else None
-        self._echo = prompt_texts(tokenizer, prompt.ids, prompt.n_added) if ask.echo else None
+    def __init__(self, tokenizer: Tokenizer, echo: Echo | None, *, with_logprobs: bool) -> None:
+        offset = len(echo.text) if echo else 0
+        self._logprobs = LegacyLogprobs(tokenizer, offset) if with_logprobs else None
+        self._echo = echo
 
-    def add(
-        self, delta: Delta, prompt_logprobs: tuple[Logprob | None, ...]
-    ) -> tuple[str, Legacy | None]:
-        """(text, arrays) of a delta; the first one also brings the prompt if it is echoed."""
-        text, parts = delta.text, []
+    def add(self, delta: Delta) -> tuple[str, Legacy | None]:
+        text, arrays = delta.text, None
+        if self._logprobs is not None:
+            is_last = delta.finish is not None
+            arrays = self._logprobs.generated(delta.logprobs, is_last=is_last)
         if self._echo is not None:
-            text = "".join(self._echo) + text
-            if self._logprobs is not None:
-                parts.append(self._logprobs.prompt(self._echo, prompt_logprobs))
+            text = self._echo.text + text
+            if arrays and self._echo.arrays:
+                arrays = join([self._echo.arrays, arrays])
             self._echo = None
-        if self._logprobs is None:
-            return text, None
-        is_last = delta.finish is not None
-        return text, join([*parts, self._logprobs.generated(delta.logprobs, is_last=is_last)])
+        return text, arrays
 
 
 class Choices:
     """The choices of a request. Choice j of prompt i has index i * n_choices + j."""
 
     def __init__(
-        self, service: Service, ask: CompletionRequest, prompts: list[Prompt], n_choices: int
+        self, tokenizer: Tokenizer, ask: CompletionRequest, prompts: list[Prompt], n_choices: int
     ) -> None:
+        self._tokenizer = tokenizer
+        self._is_echoed = ask.echo
+        self._with_logprobs = ask.logprobs is not None
+        self._prompts = prompts
         self._n = n_choices
-        self._choices = [Choice(service, ask, p) for p in prompts for _ in range(n_choices)]
-        self._prompt_logprobs: list[tuple[Logprob | None, ...]] = [()] * len(prompts)
+        self._choices: dict[int, Choice] = {}  # those that have begun
+        self._echoes: dict[int, Echo] = {}  # of prompts of which some have not
 
     def add(self, index: int, delta: Delta) -> tuple[int, str, Legacy | None]:
-        """(choice index, text, arrays) of a delta of prompt `index`."""
-        if delta.prompt_logprobs is not None:
-            self._prompt_logprobs[index] = delta.prompt_logprobs
+        """(choice index, text, arrays) of a delta of prompt `index`; the first delta of a choice
+        also brings the prompt if it is echoed, the first of a prompt its log-probabilities."""
         at = index * self._n + delta.choice
-        text, arrays = self._choices[at].add(delta, self._prompt_logprobs[index])
+        if at not in self._choices:
+            echo = self._echo(index, delta.prompt_logprobs) if self._is_echoed else None
+            self._choices[at] = Choice(self._tokenizer, echo, with_logprobs=self._with_logprobs)
+        text, arrays = self._choices[at].add(delta)
         return at, text, arrays
+
+    def _echo(self, index: int, logprobs: tuple[Logprob | None, ...] | None) -> Echo:
+        """The prompt's echo, made for the first choice and dropped with the last that begins."""
+        echo = self._echoes.get(index)
+        if echo is None:
+            prompt = self._prompts[index]
+            texts = prompt_texts(self._tokenizer, prompt.ids, prompt.n_added)
+            arrays = None
+            if self._with_logprobs:
+                arrays = LegacyLogprobs(self._tokenizer, 0).prompt(texts, logprobs or ())
+            echo = self._echoes[index] = Echo("".join(texts), arrays, self._n)
+        echo.n_left -= 1
+        if not echo.n_left:
+            del self._echoes[index]
+        return echo
 
 
 def _end(finish: Finish | None) -> dict[str, Any]:
@@ -179,13 +219,15 @@ async def create_completion(request: Request) -> Response:
     service = service_of(request)
     ask, headers = await service.read(request, CompletionRequest)
     check(ask)
-    prompts = await encode_prompts(service.engine.card.tokenizer, ask.prompt)
-    sampling = [plan_sampling(service, ask, prompt) for prompt in prompts]
+    tokenizer = service.engine.card.tokenizer
     n_sampled = ask.best_of or ask.n
-    choices = Choices(service, ask, prompts, n_sampled)
+    prompts = await encode_prompts(tokenizer, ask.prompt, n_sampled)
+    sampling = [plan_sampling(service, ask, prompt) for prompt in prompts]
     n_prompt = sum(len(prompt.ids) for prompt in prompts)
     model = service.engine.card.name
+    check_echo(ask, prompts, n_sampled)
     generation = service.generate(request, prompts, sampling, n_sampled)
+    choices = Choices(tokenizer, ask, prompts, n_sampled)
     if ask.stream:
         with_usage = wants_usage(ask)
         chunks = Chunks("cmpl", "text_completion", model, with_usage=with_usage)

@@ -6,10 +6,11 @@ import json
 from typing import Any
 
 import pytest
-from fake_engine import BOS, Call, FakeEngine, logprob
+from fake_engine import BOS, ByteTokenizer, Call, FakeEngine, logprob
 from live import Live, error_of, events
 
 from cflow.engine.messages import Delta, Finish
+from cflow.server.routes import completions
 from cflow.server.schemas import CompletionRequest
 
 
@@ -386,3 +387,35 @@ def test_every_event_is_valid_utf8_json_without_half_characters(live: Live) -> N
     joined = "".join(part["choices"][0]["text"] for part in parts)
     assert "\ufffd" not in joined
     assert joined == choice(live, prompt=text, max_tokens=40)["text"]
+
+
+@pytest.mark.parametrize("knob", ["n", "best_of"])
+def test_prompts_times_choices_are_bounded(live: Live, knob: str) -> None:
+    refused = live.complete(prompt=[[5]] * 256, max_tokens=1, **{knob: 5})
+    assert refused.status_code == 400
+    assert error_of(refused)["param"] == "n"
+    assert not live.engine.calls
+    assert live.complete(prompt=[[5]] * 256, max_tokens=1, **{knob: 4}).status_code == 200
+
+
+def test_a_prompt_is_spelled_once_for_all_its_choices(
+    live: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spelled: list[int] = []
+    known = ByteTokenizer.token_bytes
+    monkeypatch.setattr(
+        ByteTokenizer, "token_bytes", lambda self, id: spelled.append(id) or known(self, id)
+    )
+    body = live.complete(prompt=["abcd", "efgh"], n=20, max_tokens=1, echo=True).json()
+    assert [c["text"] for c in body["choices"]] == ["abcdA"] * 20 + ["efghE"] * 20
+    assert len([id for id in spelled if id in b"abcdefgh"]) == 8
+
+
+def test_echoes_are_bounded(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(completions, "MAX_ECHOED", 2 * 4 * 3 * (1 + 5))
+    fields: dict[str, Any] = {"prompt": ["abcd", "efgh"], "n": 3, "logprobs": 5, "max_tokens": 1}
+    assert live.complete(echo=True, **fields).status_code == 200
+    refused = live.complete(echo=True, **fields | {"prompt": ["abcd", "efghi"]})
+    assert refused.status_code == 400
+    assert error_of(refused)["param"] == "echo"
+    assert live.complete(**fields | {"prompt": "much longer, but not echoed"}).status_code == 200
