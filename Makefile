@@ -21,12 +21,14 @@ help: ## Show this list
 
 # The engine is compiled by the editable install, and again after a change in native/.
 $(VENV)/cflow: pyproject.toml $(NATIVE)
+	@echo "Setting up $(VENV) and compiling the engine: a minute or two, once."
 	python3 -m venv $(VENV)
 	$(PIP) install -q --editable .
 	@touch $@
 
 # What tests and checks need beside; installing it builds cflow as well.
 $(VENV)/tools: pyproject.toml
+	@echo "Setting up $(VENV) with what tests and checks need: some minutes, once."
 	python3 -m venv $(VENV)
 	$(PIP) install -q --editable '.[test,dev]'
 	@touch $@ $(VENV)/cflow
@@ -75,7 +77,7 @@ format: $(VENV)/tools ## Rewrite files in house style
 	$(BIN)/ruff format .
 	$(CLANG_FORMAT) -i $(CFILES)
 
-wheel: $(VENV)/tools ## Build a wheel into build/dist
+wheel: $(VENV)/cflow ## Build a wheel into build/dist
 	$(PIP) wheel -q --no-deps -w build/dist .
 
 clean: ## Remove everything the build made

@@ -84,12 +84,13 @@ def serve(
 
 def _serve(settings: dict[str, Any]) -> None:
     from cflow.server.config import server_config
-    from cflow.server.serve import serve
+    from cflow.server.serve import listen, serve
 
     config = server_config(settings)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s")
     logging.getLogger("cflow.access").disabled = not config.access_log
     reference = config.engine.model
+    listen(config.host, config.port).close()  # a port in use is told before a long download
     path = resolve(reference)
     name = config.engine.served_name or (
         Path(reference).stem if Path(reference).exists() else reference

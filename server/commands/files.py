@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cflow.server.commands.models import resolve
+from cflow.server.commands.models import MODEL, resolve
 from cflow.server.commands.output import Json, print_json, size, table
 from cflow.server.progress import byte_progress, console
 
@@ -24,11 +24,11 @@ def convert(
         str,
         typer.Option(
             help="keep: each tensor in the encoding that holds it exactly; or q4_0, q4_1, q8_0, "
-            "bf16, f32."
+            "f16, bf16, f32."
         ),
     ] = "keep",
     order: Annotated[
-        str, typer.Option(help="layer: layer by layer; stage: as executed.")
+        str, typer.Option(help="layer: layer by layer, the only order so far.")
     ] = "layer",
 ) -> None:
     """Convert a model into cflow's own format, whole or not at all."""
@@ -89,13 +89,13 @@ def _print_plan(plan: Plan) -> None:
 
 
 def inspect(
-    file: Annotated[Path, typer.Argument(help="A .cflow or .vflow file.")],
+    model: MODEL,
     json: Json = False,
 ) -> None:
     """Show what a model file holds."""
     from cflow.engine import inspect as inspector
 
-    found = inspector.run(file)
+    found = inspector.run(resolve(model))
     print_json(found.to_json()) if json else _print_inspection(found)
 
 

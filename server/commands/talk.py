@@ -22,7 +22,6 @@ from cflow.server.progress import console, wait_ready
 from cflow.server.prompts import Prompt, context_of, encode_text, fit, render_chat
 from cflow.server.schemas import Sampling, parse
 
-MAX_TOKENS = Annotated[int | None, typer.Option(min=1, help="Default: until the model ends.")]
 TEMPERATURE = Annotated[
     float | None, typer.Option(help="0: always the likeliest token; default: the model's.")
 ]
@@ -36,7 +35,7 @@ def run(
     model: MODEL,
     engine: dict[str, Any],
     prompt: Annotated[str, typer.Option("--prompt", "-p", help="The text to continue.")],
-    max_tokens: MAX_TOKENS = 128,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 128,
     temperature: TEMPERATURE = None,
     top_p: TOP_P = None,
     top_k: TOP_K = None,
@@ -56,7 +55,9 @@ def chat(
     model: MODEL,
     engine: dict[str, Any],
     system: Annotated[str | None, typer.Option(help="The system message.")] = None,
-    max_tokens: MAX_TOKENS = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Longest answer; default: until the model ends it.")
+    ] = None,
     temperature: TEMPERATURE = None,
     top_p: TOP_P = None,
     top_k: TOP_K = None,

@@ -143,5 +143,7 @@ def test_an_error_is_one_line_and_exit_code_1() -> None:
     )
     assert done.returncode == 1
     assert done.stdout == ""
-    assert done.stderr.startswith("cflow: error: missing.cflow: ")
+    assert done.stderr.startswith("cflow: error: ")
+    assert done.stderr.count("\n") == 1
+    assert "missing.cflow" in done.stderr
     assert "Traceback" not in done.stderr
