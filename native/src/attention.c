@@ -172,9 +172,9 @@ void kv_run(const cflow_ctx *ctx, const op *o, uint32_t first, uint32_t end, int
         kv_unit(ctx, o, u / heads, u % heads, ctx_scratch(ctx, thread));
 }
 
-/* ---- OP_ATTEND: one unit is one row and the fewest KV heads whose output is whole blocks of 32
- * ---- */
+/* ---- OP_ATTEND: one unit is one row and a few KV heads ---- */
 
+/* The fewest whose output is whole blocks of 32. */
 static uint32_t heads_per_unit(const cflow_layer *l) {
     const uint32_t width = l->n_heads / l->n_kv_heads * l->head_dim;
     for (uint32_t n = 1; n < l->n_kv_heads; n++)
@@ -230,8 +230,7 @@ void attend_run(const cflow_ctx *ctx, const op *o, uint32_t first, uint32_t end,
         const uint32_t row = fold(u % n_rows, n_rows), head = u / n_rows * heads;
         for (uint32_t i = 0; i < heads; i++)
             attend_head(ctx, o, row, head + i, ctx_scratch(ctx, thread));
-        buffer_quantize(ctx, ctx_buffer(ctx, o->out[0]), row, u / n_rows * width,
-                        (uint32_t)round_up(width, 32));
+        buffer_finish(ctx, ctx_buffer(ctx, o->out[0]), row, u / n_rows * width, width);
     }
 }
 

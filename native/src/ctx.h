@@ -27,7 +27,8 @@ typedef struct {
     int32_t *slots;    /* (chosen,) */
 } groups;
 
-/* A value's memory: (max_rows * per_row, ld), columns padded with zeros. */
+/* A value's memory: (max_rows * per_row, ld). Columns past the width are zero in what a matrix
+ * multiplies; of other values those up to a multiple of 32 may hold anything. */
 typedef struct {
     float *f;
     int8_t *q;    /* and the next two: NULL unless quantized */
@@ -115,9 +116,9 @@ void multiply_gated(const cflow_ctx *ctx, const cflow_layer *l, const matrix *ga
                     const matrix *up, uint32_t first, uint32_t end, activations x,
                     const int32_t *x_rows, uint32_t m, const int32_t *y_rows, const buffer *hidden,
                     int thread);
-/* Codes of columns [column, column + n) of a row of b; n a multiple of 32. Nothing if it has none.
- */
-void buffer_quantize(const cflow_ctx *ctx, const buffer *b, size_t row, size_t column, uint32_t n);
+/* Columns [column, column + n) of a row of b are written: zeroes what follows up to a multiple of
+ * 32, as what multiplies them reads it, and makes their codes if b has any. */
+void buffer_finish(const cflow_ctx *ctx, const buffer *b, size_t row, size_t column, uint32_t n);
 
 /* A span is a run of equal units of one op; these are what forward.c splits over the threads. */
 typedef struct {

@@ -37,10 +37,12 @@ void multiply(const cflow_ctx *ctx, const matrix *w, uint32_t first, uint32_t en
     }
 }
 
-void buffer_quantize(const cflow_ctx *ctx, const buffer *b, size_t row, size_t column, uint32_t n) {
-    if (!b->q) return;
-    const size_t at = row * b->ld + column;
-    ctx->k.quantize(b->f + at, n, b->q + at, b->scale + at / 32, b->sum + at / 16);
+void buffer_finish(const cflow_ctx *ctx, const buffer *b, size_t row, size_t column, uint32_t n) {
+    const size_t at = row * b->ld + column, padded = round_up(n, 32);
+    memset(b->f + at + n, 0, (padded - n) * sizeof *b->f); /* NaN of the slot's last tenant */
+    if (b->q)
+        ctx->k.quantize(b->f + at, (uint32_t)padded, b->q + at, b->scale + at / 32,
+                        b->sum + at / 16);
 }
 
 void multiply_gated(const cflow_ctx *ctx, const cflow_layer *l, const matrix *gate,
@@ -63,7 +65,7 @@ void multiply_gated(const cflow_ctx *ctx, const cflow_layer *l, const matrix *ga
                 const size_t y = (size_t)(y_rows ? y_rows[row + i] : (int32_t)(row + i));
                 ctx->k.gated(g + i * LD, u + i * LD, n * UNIT, (cflow_activation)l->activation,
                              (int)l->activation_on_up, hidden->f + y * hidden->ld + unit * UNIT);
-                buffer_quantize(ctx, hidden, y, unit * UNIT, n * UNIT);
+                buffer_finish(ctx, hidden, y, unit * UNIT, n * UNIT);
             }
         }
     }
@@ -144,6 +146,6 @@ void combine_row(const cflow_ctx *ctx, const op *o, uint32_t row) {
         const buffer *b = ctx_buffer(ctx, w->out);
         const float r = 1.0f / sqrtf(ctx->k.sum_squares(x, n) / (float)n + w->eps);
         ctx->k.scale_weight(x, r, matrix_vector(w->weight), w->offset, n, b->f + row * b->ld);
-        buffer_quantize(ctx, b, row, 0, (uint32_t)round_up(n, 32));
+        buffer_finish(ctx, b, row, 0, n);
     }
 }

@@ -1,11 +1,15 @@
 """Every feature a layer record can name, also those only pipeline-native models use, against the
 numpy forward."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from cflow.engine.formats.cflow import Weight
+from cflow.engine.native import const
 from oracles import running
 from oracles.forward import Forward
 from oracles.model_file import ModelFile
@@ -92,3 +96,31 @@ def test_fewer_experts_for_one_row(tmp_path: Path) -> None:
         got = running.step(context, batch)
     assert running.relative_error(got[:8], want_one).max() < 1e-4
     assert running.relative_error(got[8:], want_all.logits).max() < 1e-4
+
+
+class OneBadToken(RandomModel):
+    """The embedding of token BAD begins with infinity."""
+
+    BAD = 3
+
+    def matrix(self, role: str, *args: Any, **kwargs: Any) -> Weight:
+        weight = super().matrix(role, *args, **kwargs)
+        if role == "embedding":
+            stripes = weight.stripes(0, 1).copy()
+            stripes.view("<f4")[0, self.BAD] = np.inf  # column 0 of the first 16 rows lies first
+            rest = weight.stripes(1, weight.n_rows)
+            packed = np.concatenate([stripes, rest])
+            weight = replace(weight, stripes=lambda first, n: packed[first : first + n])
+        return weight
+
+
+@pytest.mark.parametrize("layer", [{}, EXPERTS, EXPERTS | {"top_k": 1}])
+def test_a_row_that_fails_harms_none_that_follow(layer: dict[str, Any], tmp_path: Path) -> None:
+    """Also where rows of buffers have padding: it must not keep what is not a number."""
+    path = OneBadToken([layer] * 2, d_model=72).write(tmp_path / "model.cflow")
+    with running.opened(path, as_f32=True) as context:
+        want = running.logits(context, PROMPT[:8], sequence=0)
+        bad = running.rows([OneBadToken.BAD] * 8, sequence=1)
+        assert set(context.step(bad).status) == {const.Status.ENUMERIC}
+        got = running.logits(context, PROMPT[:8], sequence=2)
+    assert got.tobytes() == want.tobytes()
