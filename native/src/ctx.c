@@ -149,6 +149,49 @@ static cflow_status check_option(int ok, const char *name, int32_t given, const 
     return ok ? CFLOW_OK : fail(err, CFLOW_EINVAL, "%s is %d; it must be %s", name, given, want);
 }
 
+static uint64_t most_units(const cflow_model *m, const op *o, uint64_t rows) {
+    const cflow_role role = o->kind == OP_EXPERT_DOWN ? CFLOW_EXPERT_DOWN : CFLOW_EXPERT_GATE;
+    uint64_t units = 0;
+    switch (o->kind) {
+    case OP_COMBINE:
+        return rows;
+    case OP_MATMUL:
+        for (uint32_t i = 0; i < o->n_pieces; i++) units += matrix_units(o->pieces[i].w);
+        return units;
+    case OP_GATED:
+        return matrix_units(o->gate);
+    case OP_KV:
+    case OP_ATTEND:
+        return rows * model_layer(m, (uint32_t)o->layer)->n_kv_heads;
+    case OP_SELECT:
+        return 1;
+    case OP_EXPERT_GATED:
+    case OP_EXPERT_DOWN:
+        break;
+    }
+    const cflow_layer *l = model_layer(m, (uint32_t)o->layer);
+    const uint64_t chosen = rows * l->top_k;
+    return (chosen < l->n_experts ? chosen : l->n_experts) *
+           matrix_units(model_matrix(m, (uint32_t)o->layer, role));
+}
+
+/* The units of a stage are counted in UNIT_BITS bits. */
+static cflow_status check_units(const cflow_model *m, uint64_t rows, cflow_error *err) {
+    const plan *p = m->plan;
+    for (uint32_t stage = 0; stage < p->n_stages; stage++) {
+        uint64_t units = 0;
+        for (uint32_t i = p->first_op[stage]; i < p->first_op[stage + 1]; i++)
+            units += most_units(m, &p->ops[i], rows);
+        if (units >> UNIT_BITS)
+            return fail(err, CFLOW_EINVAL,
+                        "max_rows is %llu; stage %u (%s) then has %llu pieces of work, at most %d "
+                        "can be counted",
+                        (unsigned long long)rows, stage, p->ops[p->first_op[stage]].name,
+                        (unsigned long long)units, (1 << UNIT_BITS) - 1);
+    }
+    return CFLOW_OK;
+}
+
 static cflow_status check_options(const cflow_model *m, const cflow_ctx_options *o,
                                   cflow_error *err) {
     const int32_t context = o->max_context, kv = o->kv_type;
@@ -165,15 +208,13 @@ static cflow_status check_options(const cflow_model *m, const cflow_ctx_options 
     if (!s)
         s = check_option(context >= 1 && context <= 1 << 24, "max_context", context,
                          "1 to 16777216", err);
-    if (!s) s = check_option(o->n_kv_blocks >= 1, "n_kv_blocks", o->n_kv_blocks, "at least 1", err);
+    if (!s)
+        s = check_option(o->n_kv_blocks >= 1 && o->n_kv_blocks <= 1 << 24, "n_kv_blocks",
+                         o->n_kv_blocks, "1 to 16777216", err);
     if (!s)
         s = check_option(kv >= CFLOW_KV_F16 && kv <= CFLOW_KV_Q8, "kv_type", kv, "a cflow_kv_type",
                          err);
-    for (uint32_t i = 0; !s && i < m->header.n_layers; i++)
-        if ((uint64_t)o->max_rows * model_layer(m, i)->n_kv_heads >> UNIT_BITS)
-            s = fail(err, CFLOW_EINVAL, "max_rows is %d; with %u KV heads it must be below %d",
-                     o->max_rows, model_layer(m, i)->n_kv_heads,
-                     (1 << UNIT_BITS) / (int)model_layer(m, i)->n_kv_heads);
+    if (!s) s = check_units(m, (uint64_t)o->max_rows, err);
     if (!s && m->as_f32)
         s = check_option(kv == CFLOW_KV_F32, "kv_type", kv, "f32 where weights are held as f32",
                          err);
@@ -267,12 +308,14 @@ cflow_status cflow_ctx_value(const cflow_ctx *ctx, const char *name, int32_t row
     for (uint32_t v = 0; v < p->n_values; v++) {
         const value *one = &p->values[v];
         if (strcmp(one->name, name) || one->n_experts) continue;
-        *n_out = (int32_t)(one->width * one->per_row);
-        if (n < *n_out)
-            return fail(err, CFLOW_EINVAL, "%s has %d floats, room for %d", name, *n_out, n);
+        const uint64_t floats = (uint64_t)one->width * one->per_row; /* may exceed 32 bits */
+        *n_out = floats > INT32_MAX ? 0 : (int32_t)floats;
+        if (n < 0 || (uint64_t)n < floats)
+            return fail(err, CFLOW_EINVAL, "%s has %llu floats, room for %d", name,
+                        (unsigned long long)floats, n);
         const buffer *b = ctx_buffer(ctx, v);
         for (uint32_t i = 0; i < one->per_row; i++)
-            memcpy(out + i * one->width, b->f + ((size_t)row * one->per_row + i) * b->ld,
+            memcpy(out + (size_t)i * one->width, b->f + ((size_t)row * one->per_row + i) * b->ld,
                    one->width * sizeof *out);
         return CFLOW_OK;
     }

@@ -1,5 +1,6 @@
 /* Mixture of experts: choosing, gathering the rows that chose the same, and the experts themselves.
  */
+#include <math.h>
 #include <string.h>
 
 #include "ctx.h"
@@ -7,7 +8,8 @@
 /* ---- OP_SELECT ---- */
 
 /* softmax, top k by weight (ties: smaller id), optionally divided by their sum, times expert_scale.
- * Ids and weights by rank; ranks past k have id -1 and weight 0. */
+ * Ids and weights by rank; ranks past k have id -1 and weight 0. Logits that are not numbers choose
+ * nobody: id -1 and weight NaN, so that the row's own logits show it. */
 static void select_row(const cflow_ctx *ctx, const cflow_layer *l, const float *logits, uint32_t k,
                        float *p, float *ids, float *weights) {
     const uint32_t n = l->n_experts;
@@ -22,8 +24,10 @@ static void select_row(const cflow_ctx *ctx, const cflow_layer *l, const float *
         uint32_t best = UINT32_MAX;
         for (uint32_t e = 0; e < n; e++)
             if (p[e] >= 0 && (best == UINT32_MAX || p[e] > p[best])) best = e;
-        if (best == UINT32_MAX)
-            continue; /* logits are not numbers; the row's own logits will show it */
+        if (best == UINT32_MAX) {
+            weights[rank] = NAN;
+            continue;
+        }
         ids[rank] = (float)best;
         weights[rank] = p[best] / sum;
         chosen += weights[rank];

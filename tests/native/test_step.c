@@ -1,19 +1,22 @@
-/* The step: the same bits for any number of threads, also far more than cores, and cancelling. */
+/* The step: the same bits for any number of threads, also far more than cores, cancelling, weights
+ * that are not numbers; and what a context refuses to count. */
+#include <math.h>
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
 #include "expect.h"
+#include "model.h"
 #include "tiny_file.h"
 
 enum { N_ROWS = 24, N_STEPS = 40, N_SCORES = 5 };
 
-static cflow_model *open_tiny(void) {
+/* Closes f. */
+static cflow_model *open_model(tiny *f) {
     char path[] = "/tmp/cflow-step-XXXXXX";
     const int fd = mkstemp(path);
-    tiny f = tiny_open();
-    const tiny_image image = tiny_write(&f);
+    const tiny_image image = tiny_write(f);
     cflow_model *model = NULL;
     cflow_error err = {{0}};
     CHECK(write(fd, image.data, image.bytes) == (ssize_t)image.bytes, "cannot write %s", path);
@@ -23,7 +26,7 @@ static cflow_model *open_tiny(void) {
     close(fd);
     unlink(path);
     free(image.data);
-    tiny_close(&f);
+    tiny_close(f);
     return model;
 }
 
@@ -92,9 +95,9 @@ static void threads_do_not_show(const cflow_model *model) {
 }
 
 static void *cancel_often(void *arg) {
-    for (int i = 0; i < 2000; i++) {
+    for (int i = 0; i < 400; i++) {
         cflow_ctx_cancel(arg);
-        usleep(50);
+        usleep(50u << i % 8); /* shorter than a step, and longer, however slow this build is */
     }
     return NULL;
 }
@@ -118,19 +121,70 @@ static void cancelled_steps_leave_no_trace(const cflow_model *model) {
         n_whole += got_status == CFLOW_OK;
     }
     pthread_join(thread, NULL);
-    CHECK(n_cancelled + n_whole == 1000 && n_cancelled && n_whole, "%d cancelled, %d whole",
-          n_cancelled, n_whole);
+    CHECK(n_cancelled + n_whole == 1000 && n_cancelled, "%d cancelled, %d whole", n_cancelled,
+          n_whole);
     run(ctx, got, scores);
     CHECK(!memcmp(want, got, sizeof got), "other logits after cancelled steps");
     cflow_ctx_close(ctx);
 }
 
+/* Text from no experts at all must not pass for the model's. */
+static void a_router_of_nan_fails_the_row(void) {
+    tiny f = tiny_open();
+    const cflow_tensor *router = tiny_tensor(&f, CFLOW_ROUTER, 1);
+    float *weights = (float *)(void *)(f.resident + router->offset);
+    for (uint32_t i = 0; i < 32 * TINY_D; i++) weights[i] = NAN;
+    cflow_model *model = open_model(&f);
+    cflow_ctx *ctx = open_ctx(model, 1);
+    const cflow_row row = {.flags = CFLOW_ROW_LOGITS};
+    int32_t status;
+    CHECK(cflow_ctx_step(ctx, &row, 1, &status, NULL, NULL) == CFLOW_OK, "step");
+    CHECK(status == CFLOW_ENUMERIC, "row status %d", status);
+    cflow_ctx_close(ctx);
+    cflow_model_close(model);
+}
+
+static void refused(const cflow_model *model, cflow_ctx_options options, const char *text) {
+    uint64_t kv, rest;
+    cflow_error err = {{0}};
+    CHECK(cflow_ctx_memory(&kv, &rest, model, &options, &err) == CFLOW_EINVAL, "%s passes", text);
+    CHECK(strstr(err.text, text), "%s", err.text);
+}
+
+/* Units are counted in 24 bits: here experts of 2^13 units, 2048 of them at work in one stage. */
+static void more_than_can_be_counted_is_refused(const cflow_model *model) {
+    cflow_ctx_options options = {.n_threads = 1,
+                                 .max_rows = 2048,
+                                 .max_sequences = 1,
+                                 .max_context = 64,
+                                 .n_kv_blocks = INT32_MAX};
+    refused(model, options, "n_kv_blocks is 2147483647");
+    options.n_kv_blocks = 2;
+    cflow_model wide = *model;
+    cflow_layer layers[2] = {model->layers[0], model->layers[1]};
+    layers[1].n_experts = 2048;
+    layers[1].top_k = 1;
+    matrix blocks[2][CFLOW_N_ROLES];
+    memcpy(blocks, model->blocks, sizeof blocks);
+    blocks[1][CFLOW_EXPERT_GATE].n_stripes = 1 << 13;
+    blocks[1][CFLOW_EXPERT_GATE].stripe_rows = 32;
+    wide.layers = layers;
+    wide.blocks = blocks;
+    refused(&wide, options, "16777216 pieces of work");
+    uint64_t kv, rest;
+    options.max_rows = 2047;
+    CHECK(cflow_ctx_memory(&kv, &rest, &wide, &options, NULL) == CFLOW_OK, "2047 rows");
+}
+
 int main(void) {
-    cflow_model *model = open_tiny();
+    tiny f = tiny_open();
+    cflow_model *model = open_model(&f);
     if (model) {
         threads_do_not_show(model);
         cancelled_steps_leave_no_trace(model);
+        more_than_can_be_counted_is_refused(model);
     }
+    a_router_of_nan_fails_the_row();
     cflow_model_close(model);
     printf(failed ? "step: failed\n" : "step: ok\n");
     return failed;
