@@ -3,9 +3,12 @@
  *     cflow_model *model; cflow_ctx *ctx; cflow_error err;
  *     cflow_model_open(&model, &(cflow_model_options){.path = "x.cflow", .n_threads = 2}, &err);
  *     cflow_ctx_open(&ctx, model, &(cflow_ctx_options){.n_threads = 2, ...}, &err);
- *     cflow_ctx_bind(ctx, 0, blocks, n_blocks, &err);            sequence 0 owns these KV blocks
- *     cflow_ctx_step(ctx, rows, n_rows, row_status, scores, &err);     one forward of any mix of
- * rows cflow_ctx_sample(ctx, picks, n_picks, choices, &err);           tokens from the kept logits
+ *     cflow_ctx_bind(ctx, 0, blocks, n_blocks, &err);
+ *     cflow_ctx_step(ctx, rows, n_rows, row_status, scores, &err);
+ *     cflow_ctx_sample(ctx, picks, n_picks, choices, &err);
+ *
+ * bind gives sequence 0 its KV blocks, step runs one forward of any mix of rows, sample takes
+ * tokens from the logits that step kept.
  *
  * Rules. A call that can fail returns cflow_status, with its text in *err (the caller owns it, NULL
  * is allowed). What comes through ** is closed by whoever got it; close(NULL) is a no-op. Pointers
@@ -400,7 +403,7 @@ cflow_ctx_stage_count(const cflow_ctx *ctx); /* any thread: stages run so far, t
 uint64_t cflow_ctx_read_bytes(const cflow_ctx *ctx); /* weight bytes streamed so far */
 
 /* keep_values only: row `row` of value `name` ("L0.q") of the last step. n: floats in out; *n_out:
- * the value's width. "L0.routed" gives expert ids, "L0.routed_weights" their weights. */
+ * the value's floats per row. "L0.routed" gives expert ids, "L0.routed_weights" their weights. */
 cflow_status cflow_ctx_value(const cflow_ctx *ctx, const char *name, int32_t row, float *out,
                              int32_t n, int32_t *n_out, cflow_error *err);
 

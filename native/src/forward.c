@@ -75,9 +75,10 @@ static void visit_spans(cflow_ctx *ctx, uint32_t phase, span_visitor visit, void
             if (!visit(ctx, &p->ops[i], j, span_of(ctx, &p->ops[i], j), arg)) return;
 }
 
-/* ---- sharing: each thread has a run of units of equal cost; one that is done takes from the
- * others. So a thread that the kernel has put aside delays the step by no more than what it holds.
- * ---- */
+/* ---- sharing ---- */
+
+/* Each thread has a run of units of equal cost; one that is done takes from the others. So a thread
+ * that the kernel has put aside delays the step by no more than what it holds. */
 
 enum { TURN_BITS = 64 - 2 * UNIT_BITS };
 

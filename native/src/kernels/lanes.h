@@ -5,9 +5,10 @@
  *   LANES, UNITS        UNITS vectors of weights meet an activation at a time (8 registers each)
  *   HEADS               attention heads that share loads
  *   BYTE_BIAS           what byte_codes leaves to subtract through dot's start
- * and as static INLINE the f_ and i_ operations below. The dots add to start, exactly:
- *   dot_nibbles, dot_bytes(out, w, x, start)   over 32 columns, w[u][j] being columns 4 j .. 4 j +
- * 3 dot_sixes(out, w, first, x, start)         over 16 columns from w[u][first] on
+ * and as static INLINE the f_ and i_ operations that the three files below use. The dots add to
+ * start, exactly; w[u][j] holds columns 4 j to 4 j + 3:
+ *   dot_nibbles, dot_bytes(out, w, x, start)   over 32 columns
+ *   dot_sixes(out, w, first, x, start)         over 16 columns from w[u][first] on
  */
 #ifndef CFLOW_LANES_H
 #define CFLOW_LANES_H
