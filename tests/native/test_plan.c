@@ -4,22 +4,11 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "expect.h"
 #include "kernels.h"
 #include "plan.h"
 
 enum { D = 512, MAX_LAYERS = 48 };
-
-static int failed;
-
-#define CHECK(ok, ...)                                                                             \
-    do {                                                                                           \
-        if (!(ok)) {                                                                               \
-            printf("FAIL %s:%d ", __func__, __LINE__);                                             \
-            printf(__VA_ARGS__);                                                                   \
-            printf("\n");                                                                          \
-            failed = 1;                                                                            \
-        }                                                                                          \
-    } while (0)
 
 static cflow_layer layers[MAX_LAYERS];
 static matrix blocks[MAX_LAYERS][CFLOW_N_ROLES];
@@ -193,11 +182,36 @@ static void stock_layers_take_eight_stages(void) {
     plan_close(p);
 }
 
+/* Every norm that can read one stream does: norm1, norm2 and norm3 of its layer, norm2 of the next.
+ * All parts that a layer can have; the sanitizers watch the plan's arrays. */
+static void the_fullest_layers_fit(void) {
+    memset(layers, 0, sizeof layers);
+    cflow_model m = shape(6);
+    for (uint32_t i = 0; i < 6; i++) {
+        layers[i].dense_source = i % 2 ? CFLOW_X_IN_PREVIOUS : CFLOW_X_IN;
+        layers[i].expert_anchor = i % 2 ? CFLOW_POST_ATTENTION : CFLOW_X_IN;
+        layers[i].expert_delay = 1024;
+        layers[i].norms_shared = 0;
+        layers[i].d_shared = 128;
+        layers[i].shared_gate = 1;
+        blocks[i][CFLOW_NORM3] = vector();
+        blocks[i][CFLOW_SHARED_GATE] = blocks[i][CFLOW_SHARED_UP] = weights(128, D);
+        blocks[i][CFLOW_SHARED_DOWN] = weights(D, 128);
+        blocks[i][CFLOW_SHARED_SCALE] = weights(1, D);
+    }
+    plan *p = planned(&m);
+    CHECK(find_op(p, "L0.x_in")->n_norms == 4, "%u norms", find_op(p, "L0.x_in")->n_norms);
+    CHECK(find_op(p, "x_out")->n_terms == 1 + 2 * 6, "%u terms", find_op(p, "x_out")->n_terms);
+    lives_are_sound(p, "full");
+    plan_close(p);
+}
+
 int main(void) {
     critical_paths();
     slots_do_not_overlap();
     experts_run_late_and_routers_early();
     stock_layers_take_eight_stages();
+    the_fullest_layers_fit();
     printf(failed ? "plan: failed\n" : "plan: ok\n");
     return failed;
 }

@@ -5,21 +5,10 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "expect.h"
 #include "sample.h"
 
 enum { N = 1000, DRAWS = 8000 };
-
-static int failed;
-
-#define CHECK(ok, ...)                                                                             \
-    do {                                                                                           \
-        if (!(ok)) {                                                                               \
-            printf("FAIL %s:%d ", __func__, __LINE__);                                             \
-            printf(__VA_ARGS__);                                                                   \
-            printf("\n");                                                                          \
-            failed = 1;                                                                            \
-        }                                                                                          \
-    } while (0)
 
 static kernels k;
 static float logits[N];
