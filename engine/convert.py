@@ -19,7 +19,14 @@ from cflow.engine.formats.quantise import QUANTISERS
 from cflow.engine.formats.safetensors import SafetensorsFolder
 from cflow.engine.formats.tiles import Bytes, pack, stripe_rows
 from cflow.engine.metadata import parse_metadata
-from cflow.engine.models import banks, gguf_model, gguf_vocabulary, hf_model, hf_vocabulary
+from cflow.engine.models import (
+    banks,
+    gguf_model,
+    gguf_vocabulary,
+    hf_model,
+    hf_vocabulary,
+    pipeline_model,
+)
 from cflow.engine.models.spec import ModelSpec
 from cflow.engine.models.vocabulary import Vocabulary
 from cflow.engine.models.weights import Weights
@@ -100,10 +107,12 @@ def _open_gguf(path: Path) -> Source:
 def _open_folder(path: Path) -> Source:
     folder = SafetensorsFolder(path)
     try:
-        spec = hf_model.spec(folder)
+        is_pipeline = folder.config.get("model_type") == pipeline_model.MODEL_TYPE
+        descriptor = pipeline_model if is_pipeline else hf_model
+        spec = descriptor.spec(folder)
         return Source(
             spec=spec,
-            weights=hf_model.weights(folder),
+            weights=descriptor.weights(folder),
             vocabulary=hf_vocabulary.vocabulary(folder, spec.vocab_size),
             licence=None,
             path=path,
@@ -125,7 +134,7 @@ def _contents(source: Source, quant: str) -> Contents:
     parse_metadata(vocabulary.metadata(), len(vocabulary.tokens))  # what is written can be served
     return Contents(
         header=spec.header(len(vocabulary.tokens)),
-        layers=[layer.fields(index) for index, layer in enumerate(spec.layers)],
+        layers=spec.layer_records(),
         metadata=_metadata(source, quant) | vocabulary.metadata(),
         tokenizer=vocabulary.tokenizer_json,
         token_bytes=vocabulary.section(),

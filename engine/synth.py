@@ -61,7 +61,7 @@ def _contents(spec: ModelSpec, seed: int) -> Contents:
     origin = _Random(seed)
     return Contents(
         header=spec.header(len(vocabulary.tokens)),
-        layers=[layer.fields(index) for index, layer in enumerate(spec.layers)],
+        layers=spec.layer_records(),
         metadata=_metadata(spec) | vocabulary.metadata(),
         tokenizer=vocabulary.tokenizer_json,
         token_bytes=vocabulary.section(),

@@ -108,7 +108,10 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model without its vocabulary; weights are found by role."""
+    """A model without its vocabulary; weights are found by role.
+
+    layers: those with weights of their own. passes: times they run, one after the other.
+    """
 
     architecture: str
     name: str
@@ -118,6 +121,7 @@ class ModelSpec:
     tied: bool
     norm_eps: float
     layers: list[LayerSpec] = field(default_factory=list)
+    passes: int = 1
 
     def header(self, n_tokens: int) -> dict[str, Any]:
         """The fields of cflow_header that a model decides."""
@@ -134,6 +138,14 @@ class ModelSpec:
             "final_norm_offset": 0.0,
         }
 
+    def layer_records(self) -> list[dict[str, Any]]:
+        """The fields of every cflow_layer, in the order they run."""
+        return [
+            layer.fields(block)
+            for _ in range(self.passes)
+            for block, layer in enumerate(self.layers)
+        ]
+
     def global_shapes(self) -> dict[str, tuple[int, ...]]:
         table = (self.vocab_size, self.d_model)
         heads = {} if self.tied else {"head": table}
@@ -149,8 +161,9 @@ class ModelSpec:
 
     def check(self) -> None:
         """ModelError where numbers contradict each other; the C reader has the last word."""
-        if not 1 <= len(self.layers) <= MAX_LAYERS:
-            raise ModelError(f"{len(self.layers)} layers; 1 to {MAX_LAYERS} are supported")
+        n_layers = len(self.layers) * self.passes
+        if not 1 <= n_layers <= MAX_LAYERS:
+            raise ModelError(f"{n_layers} layers; 1 to {MAX_LAYERS} are supported")
         for layer in self.layers:
             if layer.n_heads % layer.n_kv_heads:
                 raise ModelError(
