@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -147,3 +148,11 @@ def test_an_error_is_one_line_and_exit_code_1() -> None:
     assert done.stderr.count("\n") == 1
     assert "missing.cflow" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_port_in_use_is_told_before_the_model_is_looked_for() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        result = runner.invoke(app, ["serve", "missing", "--port", port])
+    assert isinstance(result.exception, CflowError)
+    assert f"cannot listen on 127.0.0.1:{port}" in str(result.exception)
