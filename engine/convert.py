@@ -67,7 +67,7 @@ def convert(
         raise ModelError(f"--quant {quant} is not known; one of {', '.join(QUANTS)}")
     if order != "layer":
         raise ModelError(f"--order {order} is not supported yet; use --order layer")
-    if out.exists() and os.path.exists(source) and os.path.samefile(source, out):
+    if os.path.exists(out) and os.path.exists(source) and os.path.samefile(source, out):
         raise ModelError(f"{out} is the source itself; name another file for the result")
     found = open_source(Path(source))
     try:
