@@ -169,7 +169,9 @@ class _Writer:
     def _check_space(self) -> None:
         if os.path.isdir(self._path):
             raise ModelError(f"{self._path} is a folder; name the file to write")
-        if self._path.exists() and not self._path.is_file():  # /dev/null must not be replaced
+        if os.path.exists(self._path) and not os.path.isfile(
+            self._path
+        ):  # /dev/null must not be replaced
             raise ModelError(f"{self._path} is a device or a pipe; name the file to write")
         try:
             free = shutil.disk_usage(self._path.parent).free
