@@ -18,6 +18,7 @@ from cflow.engine.errors import CflowError, EngineError
 from cflow.server.app import create_app
 from cflow.server.config import ServerConfig
 from cflow.server.progress import announce, console, wait_ready
+from cflow.server.protocol import Protocol
 
 CLOSE_S = 5  # what connections get to end once all answers are over
 BACKLOG = 2048
@@ -40,7 +41,7 @@ def http_server(app: FastAPI) -> HttpServer:
     return HttpServer(
         uvicorn.Config(
             app,
-            http="httptools",
+            http=Protocol,
             ws="none",
             lifespan="off",
             log_config=None,
