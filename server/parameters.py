@@ -10,8 +10,6 @@ from cflow.engine.messages import SamplingParams
 from cflow.server.errors import RequestError, shorten
 from cflow.server.schemas import Sampling
 
-MAX_BIASES = 4096
-
 
 def _choose(card: ModelCard, name: str, asked: float | None, otherwise: float) -> float:
     if asked is not None:
@@ -29,9 +27,6 @@ def _check_tokens(name: str, tokens: list[int], n_tokens: int) -> tuple[int, ...
 
 
 def _read_bias(bias: dict[str, float], n_tokens: int) -> dict[int, float]:
-    if len(bias) > MAX_BIASES:
-        message = f"logit_bias has {len(bias)} entries; at most {MAX_BIASES} are allowed."
-        raise RequestError(message, param="logit_bias")
     out = {}
     for key, value in bias.items():
         if not (key.isascii() and key.isdecimal() and len(key) <= 10 and int(key) < n_tokens):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import quote
 
@@ -16,16 +17,32 @@ MAX_LOGPROBS = 20
 MAX_CHOICES = 128
 MAX_SEED = 2**64 - 1
 MAX_INT = 2**31 - 1
+MAX_MESSAGES = 4096  # with their tool calls
+MAX_BIASES = 4096
+OUR_FAULT = "cflow"  # type of the faults whose text is ours
+MAX_TEXT = 1 << 20  # characters that /tokenize takes, tokens that /detokenize takes
 
 
 def _as_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
+def _fault(text: str) -> PydanticCustomError:
+    """Of a BeforeValidator; the whole message."""
+    return PydanticCustomError(OUR_FAULT, "{text}", {"text": text})
+
+
+def _few_biases(value: object) -> object:
+    if isinstance(value, dict) and len(value) > MAX_BIASES:
+        raise _fault(f"{len(value)} entries; at most {MAX_BIASES} are allowed")
+    return value
+
+
+# Lists end at the first fault, and all have a bound: describing a million faults takes seconds.
 Stops = Annotated[
     list[Annotated[str, Field(min_length=1, max_length=1000)]],
+    Field(max_length=MAX_STOPS, fail_fast=True),
     BeforeValidator(_as_list),
-    Field(max_length=MAX_STOPS),
 ]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
@@ -51,7 +68,7 @@ class Sampling(Body):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
     stop: Stops = Field(default=[])
-    stop_token_ids: Annotated[list[int], Field(max_length=64)] = Field(default=[])
+    stop_token_ids: Annotated[list[int], Field(max_length=64, fail_fast=True)] = Field(default=[])
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     seed: Annotated[int, Field(ge=-(2**63), le=MAX_SEED)] | None = None
@@ -59,7 +76,7 @@ class Sampling(Body):
     frequency_penalty: Penalty = 0.0
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
     repeat_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
-    logit_bias: dict[str, Bias] = Field(default={})
+    logit_bias: Annotated[dict[str, Bias], BeforeValidator(_few_biases)] = Field(default={})
     moe_top_k: Annotated[int, Field(ge=1)] | None = Field(
         default=None, description="experts a token uses, at most the model's own number"
     )
@@ -103,16 +120,12 @@ def _join_parts(value: object) -> object:
     for part in value:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text":
-            raise PydanticCustomError(
-                "content_part",
-                "content parts of type {kind} are not supported; only 'text' is",
-                {"kind": shorten(kind)},
-            )
+            raise _fault(f"content parts of type {shorten(kind)} are not supported; only 'text' is")
         if not isinstance(part.get("text"), str):
-            raise PydanticCustomError("content_part", "a text part needs a string 'text'")
+            raise _fault("a text part needs a string 'text'")
         texts.append(part["text"])
     if not texts:
-        raise PydanticCustomError("content_part", "content is an empty list")
+        raise _fault("content is an empty list")
     return "".join(texts)
 
 
@@ -120,14 +133,30 @@ class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str | None, BeforeValidator(_join_parts)] = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
+
+
+def _few_messages(value: object) -> object:
+    """Counted before they are looked at: validating a hundred thousand takes seconds."""
+    if isinstance(value, list):
+        calls = [m.get("tool_calls") for m in value if isinstance(m, dict)]
+        n = len(value) + sum(len(c) for c in calls if isinstance(c, list))
+        if n > MAX_MESSAGES:
+            raise _fault(f"{n} messages and tool calls; at most {MAX_MESSAGES} are allowed")
+    return value
+
+
+Messages = Annotated[
+    list[Message], Field(min_length=1, fail_fast=True), BeforeValidator(_few_messages)
+]
+Text = Annotated[str, Field(max_length=MAX_TEXT)]
 
 
 class ChatRequest(Sampling):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**63)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -143,9 +172,9 @@ class TokenizeRequest(Body):
     """POST /tokenize: content -> tokens; prompt or messages -> tokens, count, max_model_len."""
 
     model: str | None = None
-    content: str | None = None
-    prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    content: Text | None = None
+    prompt: Text | None = None
+    messages: Messages | None = None
     add_special: bool = Field(default=False, description="with content: add BOS")
     add_special_tokens: bool = Field(default=True, description="with prompt: add BOS")
     with_pieces: bool = False
@@ -157,7 +186,7 @@ class DetokenizeRequest(Body):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Annotated[list[int], Field(max_length=MAX_TEXT, fail_fast=True)]
 
 
 AnyBody = TypeVar("AnyBody", bound=Body)
@@ -184,7 +213,7 @@ def _explain(fault: ErrorDetails) -> RequestError:
     if fault["type"] == "missing":
         return RequestError(f"{param} is required.", code="missing_parameter", param=param)
     message = fault["msg"][:1].lower() + fault["msg"][1:]
-    if fault["type"] != "content_part":
+    if fault["type"] != OUR_FAULT:
         message += f", not {shorten(fault['input'])}"
     return RequestError(f"{param}: {message}.", param=param)
 
@@ -199,8 +228,9 @@ def parse(kind: type[AnyBody], body: dict[str, Any]) -> AnyBody:
 
 def ignored_header(kind: type[Body], body: dict[str, Any]) -> dict[str, str]:
     """The names of unknown fields, for the client's eyes: {"x-cflow-ignored-params": "a,b"}."""
-    unknown = [quote(name[:64], safe="") for name in body if name not in kind.model_fields]
-    return {"x-cflow-ignored-params": ",".join(unknown[:20])} if unknown else {}
+    unknown = (quote(name[:64], safe="") for name in body if name not in kind.model_fields)
+    names = ",".join(islice(unknown, 20))
+    return {"x-cflow-ignored-params": names} if names else {}
 
 
 def render_messages(messages: list[Message]) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -47,9 +48,10 @@ async def tokenize(request: Request) -> Response:
         message = f"Exactly one of content, prompt and messages is needed, not {len(given)}."
         raise RequestError(message, param="prompt")
     ids = await _encode(service, ask)
-    body: dict[str, Any] = {
-        "tokens": _pieces(service.engine.card.tokenizer, ids) if ask.with_pieces else ids
-    }
+    tokens: Any = ids
+    if ask.with_pieces:
+        tokens = await asyncio.to_thread(_pieces, service.engine.card.tokenizer, ids)
+    body: dict[str, Any] = {"tokens": tokens}
     if ask.content is None:
         body |= {"count": len(ids), "max_model_len": context_of(service.engine)}
     return Response(encode(body), media_type="application/json", headers=headers)
@@ -65,6 +67,6 @@ async def detokenize(request: Request) -> Response:
         if not 0 <= token < tokenizer.n_tokens:
             message = f"tokens: token id {shorten(token)} is not in 0..{tokenizer.n_tokens - 1}."
             raise RequestError(message, param="tokens")
-    text = tokenizer.decode(ask.tokens, skip_special=False)
+    text = await asyncio.to_thread(tokenizer.decode, ask.tokens, skip_special=False)
     body = encode({"content": text, "prompt": text})
     return Response(body, media_type="application/json", headers=headers)

@@ -211,3 +211,39 @@ def test_a_fault_of_ours_is_a_500_without_details(live: Live) -> None:
     assert error_of(response)["code"] == "internal"
     assert response.headers["x-should-retry"] == "false"
     assert "Traceback" not in response.text
+
+
+CALLS = [{"function": {"name": "f"}}] * 100
+FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "messages": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "x"}] * 150_000},
+    ),
+    "messages ": ("/v1/chat/completions", {"messages": [5] * 2_000_000}),
+    "messages  ": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "assistant", "tool_calls": CALLS}] * 1500},
+    ),
+    "logit_bias": (
+        "/v1/completions",
+        {"prompt": "a", "logit_bias": {str(i): "x" for i in range(400_000)}},
+    ),
+    "stop[0]": ("/v1/completions", {"prompt": "a", "stop": [5] * 2_000_000}),
+    "stop_token_ids[0]": ("/v1/completions", {"prompt": "a", "stop_token_ids": ["x"] * 1_500_000}),
+    "tokens": ("/detokenize", {"tokens": [5] * 2_000_000}),
+    "tokens[0]": ("/detokenize", {"tokens": ["x"] * 1_500_000}),
+    "content": ("/tokenize", {"content": "a" * 2_000_000}),
+    "prompt": ("/tokenize", {"prompt": "a" * 2_000_000}),
+}
+
+
+@pytest.mark.parametrize("param", FAULTS)
+def test_long_lists_are_refused_without_looking_at_each_entry(live: Live, param: str) -> None:
+    path, body = FAULTS[param]
+    content = json.dumps(body, separators=(",", ":")).encode()
+    started = time.monotonic()
+    response = live.client.post(path, content=content, headers=JSON)
+    assert time.monotonic() - started < 1
+    assert response.status_code == 400
+    assert error_of(response)["param"] == param.strip()
+    assert len(response.content) < 500
