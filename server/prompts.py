@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, TypeVar
 
 from cflow.engine.engine import Engine, ModelCard
 from cflow.engine.tokenizer import Tokenizer
@@ -13,6 +16,11 @@ from cflow.server.errors import RequestError, shorten
 MAX_PROMPTS = 256
 MAX_ANSWERS = 1024  # prompts x choices
 INLINE_CHARS = 2000  # tokenised at once; a longer text goes to a thread
+LONG_CHARS = 100_000  # takes long enough to keep a thread from others
+LONG_TEXTS = ThreadPoolExecutor(2, "long-text")
+RENDERING = ThreadPoolExecutor(1, "render")  # a template renders one conversation at a time
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +48,38 @@ def _encode(tokenizer: Tokenizer, text: str) -> Prompt:
     return Prompt(ids, 0 if typed else 1)
 
 
+async def _apart(text: str, encode: Callable[[str], T]) -> T:
+    """encode(text) in a thread. Long texts wait for each other; nothing else waits for them."""
+    pool = LONG_TEXTS if len(text) > LONG_CHARS else None
+    return await asyncio.get_running_loop().run_in_executor(pool, encode, text)
+
+
 async def encode_text(tokenizer: Tokenizer, text: str) -> Prompt:
     if len(text) <= INLINE_CHARS:
         return _encode(tokenizer, text)
-    return await asyncio.to_thread(_encode, tokenizer, text)
+    return await _apart(text, partial(_encode, tokenizer))
 
 
 async def encode_plain(tokenizer: Tokenizer, text: str, *, add_bos: bool) -> tuple[int, ...]:
     """The ids of a text, none if it is empty."""
-    return tuple(await asyncio.to_thread(tokenizer.encode, text, add_bos))
+    return tuple(await _apart(text, partial(tokenizer.encode, add_bos=add_bos)))
+
+
+@lru_cache(maxsize=1)
+def _longest_token(tokenizer: Tokenizer) -> int:
+    """Bytes."""
+    return max(len(tokenizer.token_bytes(token)) for token in range(tokenizer.n_tokens))
+
+
+def _check_size(tokenizer: Tokenizer, text: str, context: int, param: str) -> None:
+    """Refuses what could not fit the context if it were all of the longest token."""
+    n_bytes = len(text.encode(errors="replace"))
+    if n_bytes > context * _longest_token(tokenizer):
+        message = (
+            f"This model's maximum context length is {context} tokens. However, the prompt has "
+            f"{n_bytes} bytes, which are more tokens in any case. Shorten the prompt."
+        )
+        raise RequestError(message, code="context_length_exceeded", param=param)
 
 
 def _is_ids(value: list[Any]) -> bool:
@@ -96,10 +127,15 @@ def _check_count(n_prompts: int, n_choices: int) -> None:
         raise RequestError(message, param="n")
 
 
-async def encode_prompts(tokenizer: Tokenizer, prompt: Any, n_choices: int) -> list[Prompt]:
+async def encode_prompts(
+    tokenizer: Tokenizer, prompt: Any, *, n_choices: int, context: int
+) -> list[Prompt]:
     """n_choices: how many answers each of them is to have."""
     parts = _split(prompt)
     _check_count(len(parts), n_choices)
+    for part in parts:
+        if isinstance(part, str):
+            _check_size(tokenizer, part, context, "prompt")
     return [
         await encode_text(tokenizer, part) if isinstance(part, str) else _check_ids(part, tokenizer)
         for part in parts
@@ -112,8 +148,10 @@ async def render_chat(
     options: dict[str, Any],
     *,
     add_generation_prompt: bool = True,
+    context: int | None = None,
 ) -> Prompt:
-    """The conversation through the model's chat template. options: chat_template_kwargs."""
+    """The conversation through the model's chat template. options: chat_template_kwargs. context:
+    what it must fit, so that one that is far too long need not be encoded."""
     template = card.template
     if template is None:
         message = "This model has no chat template; use /v1/completions."
@@ -123,11 +161,13 @@ async def render_chat(
         message = f"chat_template_kwargs must not set {', '.join(sorted(reserved))}."
         raise RequestError(message, param="chat_template_kwargs")
 
-    def render() -> Prompt:
-        text = template.render(messages, add_generation_prompt=add_generation_prompt, **options)
-        return Prompt(tuple(card.tokenizer.encode(text)))
-
-    return await asyncio.to_thread(render)
+    render = partial(
+        template.render, messages, add_generation_prompt=add_generation_prompt, **options
+    )
+    text = await asyncio.get_running_loop().run_in_executor(RENDERING, render)
+    if context is not None:
+        _check_size(card.tokenizer, text, context, "messages")
+    return Prompt(tuple(await _apart(text, card.tokenizer.encode)))
 
 
 def fit(n_prompt: int, asked: int | None, context: int, *, param: str, cap: bool) -> int:

@@ -121,7 +121,12 @@ async def create_chat_completion(request: Request) -> Response:
     ask, headers = await service.read(request, ChatRequest)
     check(ask)
     card = service.engine.card
-    prompt = await render_chat(card, render_messages(ask.messages), ask.chat_template_kwargs)
+    prompt = await render_chat(
+        card,
+        render_messages(ask.messages),
+        ask.chat_template_kwargs,
+        context=context_of(service.engine),
+    )
     sampling = plan_sampling(service, ask, prompt)
     generation = service.generate(request, [prompt], [sampling], ask.n)
     n_prompt = len(prompt.ids)

@@ -221,7 +221,9 @@ async def create_completion(request: Request) -> Response:
     check(ask)
     tokenizer = service.engine.card.tokenizer
     n_sampled = ask.best_of or ask.n
-    prompts = await encode_prompts(tokenizer, ask.prompt, n_sampled)
+    prompts = await encode_prompts(
+        tokenizer, ask.prompt, n_choices=n_sampled, context=context_of(service.engine)
+    )
     sampling = [plan_sampling(service, ask, prompt) for prompt in prompts]
     n_prompt = sum(len(prompt.ids) for prompt in prompts)
     model = service.engine.card.name

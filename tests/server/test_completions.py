@@ -401,6 +401,7 @@ def test_prompts_times_choices_are_bounded(live: Live, knob: str) -> None:
 def test_a_prompt_is_spelled_once_for_all_its_choices(
     live: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert live.complete(prompt="x").status_code == 200  # the longest token is looked for once
     spelled: list[int] = []
     known = ByteTokenizer.token_bytes
     monkeypatch.setattr(
@@ -408,7 +409,7 @@ def test_a_prompt_is_spelled_once_for_all_its_choices(
     )
     body = live.complete(prompt=["abcd", "efgh"], n=20, max_tokens=1, echo=True).json()
     assert [c["text"] for c in body["choices"]] == ["abcdA"] * 20 + ["efghE"] * 20
-    assert len([id for id in spelled if id in b"abcdefgh"]) == 8
+    assert len([id for id in spelled if id in set(b"abcdefgh")]) == 8
 
 
 def test_echoes_are_bounded(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ import json
 import logging
 import socket
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -75,8 +74,10 @@ def test_heads_up_to_the_bound_and_small_heads_after_long_bodies(live: Live) -> 
 
 @pytest.mark.parametrize(
     "extra",
-    [("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAEAAEAA")]
-    + [("Upgrade: websocket", "connection: keep-alive, upgrade", "Sec-WebSocket-Version: 13")],
+    [
+        ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAEAAEAA"),
+        ("Upgrade: websocket", "connection: keep-alive, upgrade", "Sec-WebSocket-Version: 13"),
+    ],
 )
 @pytest.mark.parametrize("is_chunked", [False, True])
 @pytest.mark.parametrize("step", [7, 100_000])
@@ -131,11 +132,11 @@ def test_garbage_after_a_request_is_not_taken_for_its_answer(live: Live) -> None
 
 class TestTime:
     @pytest.fixture
-    def live(self, serve: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Live]:
+    def live(self, serve: Any, monkeypatch: pytest.MonkeyPatch) -> Live:
         monkeypatch.setattr(protocol, "READ_S", 0.4)
         monkeypatch.setattr(protocol, "STALL_S", 0.4)
         live: Live = serve()
-        yield live
+        return live
 
     @pytest.mark.parametrize(
         "data", [b"GET /live HT", request("POST", "/v1/completions", BODY)[:-1]]
