@@ -25,7 +25,7 @@ WHY = {
 
 
 def retry_after_s(engine: Engine, metrics: Metrics) -> int:
-    """Seconds until the queue, at the rate of the last minute, has drained."""
+    """Seconds until the queue, at its rate of the last minute, has drained."""
     rate = metrics.finished.rate()
     if not rate:
         return UNKNOWN_RETRY_S
@@ -71,6 +71,8 @@ def submit_all(
     key: str,
 ) -> list[Answer]:
     """One answer a prompt, all or none."""
+    if not engine.queue_depth:
+        metrics.finished.restart()  # idle seconds say nothing about how fast a queue drains
     answers: list[Answer] = []
     try:
         for prompt, how in zip(prompts, sampling, strict=True):

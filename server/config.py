@@ -31,6 +31,12 @@ def read_size(value: object) -> int:
     return int(float(number) * (1 << _UNITS[unit.upper()]))
 
 
+def read_limit(value: object) -> int:
+    if not (limit := read_size(value)):
+        raise ValueError("would let nothing through")
+    return limit
+
+
 def read_count(value: object) -> int:
     if isinstance(value, str) and value.strip().isdecimal():
         value = int(value[:20])
@@ -43,8 +49,11 @@ def read_port(value: object) -> int:
     if isinstance(value, str) and value.startswith("tcp://"):
         # Kubernetes sets CFLOW_PORT so for a service named cflow.
         raise ValueError("is not a port; in Kubernetes set enableServiceLinks: false")
-    port = 0 if value in (0, "0") else read_count(value)
-    if port > 65535:
+    try:
+        port = 0 if value in (0, "0") else read_count(value)
+    except ValueError:
+        port = -1
+    if not 0 <= port <= 65535:
         raise ValueError("is not a port in 0..65535")
     return port
 
@@ -84,7 +93,7 @@ SERVER_KEYS: dict[str, Reader] = {
     "host": read_text,
     "port": read_port,
     "api_keys": read_path,
-    "max_body": read_size,
+    "max_body": read_limit,
     "ping": read_seconds,
     "drain_timeout": read_seconds,
     "access_log": read_bool,

@@ -7,13 +7,15 @@ from collections.abc import Callable
 
 
 class Meter:
-    """Counts events into one-second slots; rate() is events a second over the last window_s."""
+    """Counts events into one-second slots; rate() is events a second over the last window_s, or
+    since restart() if that is less."""
 
     def __init__(self, window_s: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._window_s = window_s
         self._counts = [0] * window_s
         self._now = int(clock())
+        self._since = self._now - window_s
 
     def _advance(self) -> None:
         now = int(self._clock())
@@ -25,6 +27,10 @@ class Meter:
         self._advance()
         self._counts[self._now % self._window_s] += n
 
+    def restart(self) -> None:
+        self._counts = [0] * self._window_s
+        self._since = self._now = int(self._clock())
+
     def rate(self) -> float:
         self._advance()
-        return sum(self._counts) / self._window_s
+        return sum(self._counts) / min(self._window_s, self._now - self._since + 1)

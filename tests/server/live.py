@@ -26,7 +26,9 @@ class Live:
         self.engine = engine
         self._socket = listen("127.0.0.1", 0)
         self.port: int = self._socket.getsockname()[1]
-        self._server = http_server(create_app(config or server_config({}), engine))  # type: ignore[arg-type]
+        app = create_app(config or server_config({}), engine)  # type: ignore[arg-type]
+        self.metrics = app.state.service.metrics
+        self._server = http_server(app)
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
         self.client = httpx.Client(

@@ -15,6 +15,7 @@ from cflow.server.config import (
     read_size,
     server_config,
 )
+from cflow.server.serve import listen
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -58,7 +59,7 @@ def test_every_key_has_an_environment_name() -> None:
         ("port", "x"), ("port", 70000), ("port", -1), ("port", True), ("port", 1.5),
         ("threads", 0), ("threads", "two"), ("kv_memory", "lots"), ("kv_memory", -5),
         ("ping", 0), ("ping", "nan"), ("drain_timeout", "inf"), ("access_log", "maybe"),
-        ("host", ""), ("host", 5), ("nope", 1),
+        ("host", ""), ("host", 5), ("nope", 1), ("max_body", 0),
     ],
 )  # fmt: skip
 def test_bad_values_name_source_key_and_value(tmp_path: Path, key: str, value: Any) -> None:
@@ -109,3 +110,16 @@ def test_the_example_is_valid_and_complete() -> None:
     text = path.read_text()
     for key in (*ENGINE_KEYS, *SERVER_KEYS):
         assert f"{key} = " in text
+
+
+@pytest.mark.parametrize("value", [-1, 65536, "-1", "x"])
+def test_what_a_port_may_be(value: object) -> None:
+    with pytest.raises(CflowError, match=r"0\.\.65535"):
+        gather_settings(None, {}, {"port": value})
+
+
+def test_what_cannot_be_listened_on_names_the_flag_to_change() -> None:
+    with listen("127.0.0.1", 0) as sock, pytest.raises(CflowError, match="another --port"):
+        listen("127.0.0.1", sock.getsockname()[1])
+    with pytest.raises(CflowError, match="another --host"):
+        listen("192.0.2.1", 0)

@@ -11,6 +11,7 @@ from live import Live, error_of
 
 from cflow.engine.errors import EngineError
 from cflow.engine.messages import Loading
+from cflow.server.meter import Meter
 
 PROBES = {
     # state: status of /live, /health, /ready
@@ -64,13 +65,18 @@ def test_full_queue(live: Live) -> None:
     assert int(response.headers["retry-after"]) <= 120
 
 
-def test_retry_after_follows_the_drain_rate(serve: Any) -> None:
+def test_retry_after_follows_the_rate_since_the_queue_began(serve: Any) -> None:
     live: Live = serve()
-    for _ in range(30):
+    live.complete(prompt="a", max_tokens=1)  # long ago
+    now = [1000.0]
+    live.metrics.finished = Meter(60, lambda: now[0])
+    live.complete(prompt="a", max_tokens=1)  # the queue is empty: this begins the time
+    now[0] = 1009.0
+    live.engine.queue_depth = 20
+    for _ in range(4):
         live.complete(prompt="a", max_tokens=1)
     live.engine.refuse = EngineError("queue_full", "full")
-    live.engine.queue_depth = 20
-    # 30 requests in the last minute: half a request a second.
+    # 5 requests in 10 seconds
     assert int(live.complete(prompt="a").headers["retry-after"]) == 40
 
 
