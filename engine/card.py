@@ -25,7 +25,6 @@ class ModelCard:
     tokenizer: Tokenizer
     template: ChatTemplate | None
     vocab_size: int
-    n_experts: int  # of its largest layer; 0: dense
     top_k: int
 
 
@@ -46,7 +45,6 @@ def read_card(config: EngineConfig) -> ModelCard:
         tokenizer=tokenizer,
         template=_template(known, tokenizer),
         vocab_size=header.vocab_size,
-        n_experts=max((layer.n_experts for layer in layers), default=0),
         top_k=max((layer.top_k for layer in layers), default=0),
     )
 

@@ -11,7 +11,7 @@ from cflow.engine import machine
 from cflow.engine.capacity import Capacity, fit_capacity
 from cflow.engine.config import EngineConfig
 from cflow.engine.errors import EngineError
-from cflow.engine.messages import PROTOCOL, Ready
+from cflow.engine.messages import Ready
 from cflow.engine.metadata import parse_metadata
 from cflow.engine.native import Context, ContextOptions, Model, context_memory
 from cflow.engine.native_types import Pick, Row, TokenBytes
@@ -49,7 +49,6 @@ def load(config: EngineConfig, progress: Progress) -> Loaded:
     _make_a_token(context)
     memory = model.memory
     ready = Ready(
-        protocol=PROTOCOL,
         pid=os.getpid(),
         isa=context.isa,
         n_threads=threads,

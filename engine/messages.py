@@ -122,7 +122,6 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """The model is loaded and a first token has been made."""
 
-    protocol: int
     pid: int
     isa: str
     n_threads: int

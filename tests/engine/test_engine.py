@@ -36,7 +36,6 @@ CARD = ModelCard(
     tokenizer=Tokenizer(b"", TOKEN_BYTES, {"eos_ids": [EOS]}),
     template=None,
     vocab_size=len(TOKEN_BYTES),
-    n_experts=0,
     top_k=0,
 )
 PROMPT = [10 + i % 50 for i in range(40)]

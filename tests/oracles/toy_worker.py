@@ -14,7 +14,7 @@ from collections.abc import Callable
 from cflow.engine.config import EngineConfig
 from cflow.engine.errors import ModelError
 from cflow.engine.loading import Loaded
-from cflow.engine.messages import PROTOCOL, Ready
+from cflow.engine.messages import Ready
 from cflow.engine.worker import serve
 from oracles.toy_model import EOS, TOKEN_BYTES, ToyContext
 
@@ -28,7 +28,6 @@ def load(config: EngineConfig, progress: Callable[[int, int], None]) -> Loaded:
     n_blocks = int(settings.get("n_blocks", 64))
     context = ToyContext(n_blocks, step_s=float(settings.get("step_s", 0)))
     ready = Ready(
-        protocol=PROTOCOL,
         pid=os.getpid(),
         isa="toy",
         n_threads=1,

@@ -176,7 +176,7 @@ class FakeAnswer:
 
 
 READY = Ready(
-    protocol=1, pid=1, isa="scalar", n_threads=2, n_kv_blocks=8, max_context=64,
+    pid=1, isa="scalar", n_threads=2, n_kv_blocks=8, max_context=64,
     resident_bytes=1000, huge_bytes=500, kv_bytes=300, scratch_bytes=200, load_s=0.1,
 )  # fmt: skip
 
@@ -203,7 +203,6 @@ class FakeEngine:
             tokenizer=ByteTokenizer(self.bos_id),  # type: ignore[arg-type]
             template=self.template,
             vocab_size=260,
-            n_experts=2 * self.top_k,
             top_k=self.top_k,
         )
         self.ready: Ready | None = READY
