@@ -125,9 +125,10 @@ async def _gone(_request: Request, _error: Exception) -> Response:
 
 
 async def _crash(_request: Request, _error: Exception) -> Response:
-    """A fault of ours: the log has the traceback, the client none of it."""
+    """A fault of ours: the log has the traceback, the client none of it. The HTTP server closes the
+    connection after it, which the client must know before it sends another request there."""
     message = "The server failed on this request; its log has the cause."
-    headers = {"x-should-retry": "false"}
+    headers = {"x-should-retry": "false", "connection": "close"}
     return error_response(RequestError(message, code="internal", status=500, headers=headers))
 
 

@@ -210,6 +210,7 @@ def test_a_fault_of_ours_is_a_500_without_details(live: Live) -> None:
     assert response.status_code == 500
     assert error_of(response)["code"] == "internal"
     assert response.headers["x-should-retry"] == "false"
+    assert response.headers["connection"] == "close"
     assert "Traceback" not in response.text
 
 
