@@ -16,9 +16,9 @@ b sequences, n tokens, d = d_model.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -26,8 +26,10 @@ from torch.nn import functional as F
 INIT_STD = 0.02
 
 
-@dataclass(frozen=True)
-class Shape:
+Source = Literal["post_attention", "x_in", "x_in_previous"]
+
+
+class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Sizes of a model, the same for all arms. n_layers: as applied, also where they share weights."""
 
     vocab_size: int
@@ -48,19 +50,18 @@ class Shape:
         return self.d_model // self.n_heads
 
 
-@dataclass(frozen=True)
-class Arm:
+class Arm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What reads what. passes: times the blocks run, n_layers / passes blocks have weights.
 
-    streams: "one", "decoupled" (arch1), "registers" (arch3).
+    streams: one for all but arch1 (decoupled) and arch3 (registers).
     """
 
-    dense_source: str = "post_attention"  # post_attention | x_in | x_in_previous
-    expert_anchor: str = "post_attention"  # post_attention | x_in
+    dense_source: Source = "post_attention"
+    expert_anchor: Literal["post_attention", "x_in"] = "post_attention"
     expert_delay: int = 0
     residual_scale: float = 1.0
     passes: int = 1
-    streams: str = "one"
+    streams: Literal["one", "decoupled", "registers"] = "one"
 
 
 ARMS = {
@@ -112,7 +113,8 @@ class Attention(nn.Module):
         if self.shape.v_norm:
             v = F.rms_norm(v, size[-1:], eps=self.shape.norm_eps)
         q, k = rotated(q, self.shape.rope_base), rotated(k, self.shape.rope_base)
-        heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        later = torch.full((n, n), -torch.inf, dtype=q.dtype, device=x.device).triu(1)
+        heads = (q @ k.mT * self.shape.head_dim**-0.5 + later).softmax(-1) @ v
         out: Tensor = self.o(heads.transpose(1, 2).reshape(b, n, d))
         return out
 

@@ -1,9 +1,8 @@
 """The family in PyTorch: who may see what, which arms weigh the same, what reduces to what."""
 
-from dataclasses import replace
-
 import pytest
 import torch
+from msgspec.structs import replace
 from torch.nn import functional as F
 
 from cflow.engine.lab.architectures import (
@@ -62,7 +61,7 @@ def test_no_arm_sees_the_future(name: str) -> None:
         other = tokens.clone()
         other[0, changed] = (other[0, changed] + 1) % pipelines.SHAPE.vocab_size
         after = run(model, other)
-        torch.testing.assert_close(after[:, :changed], before[:, :changed], rtol=0, atol=1e-5)
+        torch.testing.assert_close(after[:, :changed], before[:, :changed], rtol=0, atol=5e-5)
         assert (after[:, changed] - before[:, changed]).abs().max() > 1e-2
 
 

@@ -1,13 +1,13 @@
 """Every arm that a file can describe: PyTorch against the engine, through export and convert."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from cflow.engine.convert import convert

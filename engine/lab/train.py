@@ -1,0 +1,366 @@
+"""Training of the arms: every run of a configuration, resumed where it stopped, never done twice.
+
+    OUT/ARM-sSEED/    checkpoint.pt, best.pt; log.jsonl, curve.png, result.json; model/: the best
+                      model as a folder for `cflow convert`, of arms that the engine runs
+    OUT/results.json  all finished runs
+
+Several processes may share one OUT: a run that another one holds is left to it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from cflow.engine import machine
+from cflow.engine.lab import corpus
+from cflow.engine.lab.architectures import Arm, Pipeline, Shape, build, n_parameters
+from cflow.engine.lab.corpus import Corpus
+from cflow.engine.lab.curves import draw_curve
+from cflow.engine.lab.errors import LabError
+from cflow.engine.lab.export import export
+
+N_QUICK_BATCHES = 16  # of the validation text, scored on the way; at the end it is scored whole
+CHECKPOINT_S = 60.0
+
+
+class Training(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How to train. A step is one of the optimiser (AdamW), of batch x context tokens."""
+
+    epochs: int
+    batch: int
+    peak_rate: float
+    final_rate: float
+    warm_up: int  # steps
+    betas: tuple[float, float]
+    weight_decay: float
+    clip: float
+    dropout: float
+    balance: float  # weight of the load-balancing loss
+    validate_every: int  # steps
+
+    def rate(self, step: int, n_steps: int) -> float:
+        """A line up to peak_rate over warm_up steps, then a cosine down to final_rate."""
+        if step < self.warm_up:
+            return self.peak_rate * (step + 1) / self.warm_up
+        part = (step - self.warm_up) / max(n_steps - self.warm_up, 1)
+        return (
+            self.final_rate
+            + (self.peak_rate - self.final_rate) * (1 + math.cos(math.pi * part)) / 2
+        )
+
+
+class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A TOML file of configs/train.
+
+    text: folder with train.txt and valid.txt; without one, the TinyStories text that cflow brings.
+    """
+
+    seeds: list[int]
+    shape: Shape
+    training: Training
+    arms: dict[str, Arm]
+    text: str | None = None
+
+
+class Run(msgspec.Struct, frozen=True):
+    """One model to train."""
+
+    name: str
+    arm: Arm
+    seed: int
+    shape: Shape
+    training: Training
+
+    @property
+    def folder(self) -> str:
+        return f"{self.name}-s{self.seed}"
+
+
+class Result(msgspec.Struct, frozen=True):
+    """A finished run. Loss in nats a token, over all validation tokens, of the best checkpoint."""
+
+    name: str
+    arm: Arm
+    seed: int
+    n_params: int
+    valid_loss: float
+    valid_perplexity: float
+    n_tokens: int  # seen in training
+    seconds: float
+
+
+class Report(msgspec.Struct, frozen=True):
+    """How far a run is. loss: of the last batch, nats a token."""
+
+    run: Run
+    step: int
+    n_steps: int
+    loss: float
+    tokens_per_s: float
+
+
+Watch = Callable[[Report], None]
+
+
+def read_config(path: Path) -> Config:
+    """LabError names the file and what is wrong in it."""
+    try:
+        return msgspec.toml.decode(path.read_bytes(), type=Config)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise LabError(f"{path}: {error}") from None
+
+
+def runs_of(config: Config) -> list[Run]:
+    """Seed by seed, so that every arm has one before any has two."""
+    return [
+        Run(name, arm, seed, config.shape, config.training)
+        for seed in config.seeds
+        for name, arm in config.arms.items()
+    ]
+
+
+def train(
+    config: Config, out: Path, *, n_threads: int, device: str = "", watch: Watch = lambda _: None
+) -> Path:
+    """Trains what OUT has no result of; the path of results.json. device: "" takes CUDA if there."""
+    keep_freed_memory()
+    torch.set_num_threads(n_threads)
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    folder = Path(config.text) if config.text else corpus.BUNDLED
+    text = corpus.load(folder, config.shape.vocab_size)
+    for run in runs_of(config):
+        with _held(out / run.folder) as ours:
+            if ours and not (out / run.folder / "result.json").exists():
+                Trainer(run, out / run.folder, text, device).run(watch)
+    return collect(config, out, text, device)
+
+
+def collect(config: Config, out: Path, text: Corpus, device: str) -> Path:
+    """Writes results.json from the runs that are finished."""
+    found = [out / run.folder / "result.json" for run in runs_of(config)]
+    results = {
+        "machine": machine.cpu().model if device == "cpu" else torch.cuda.get_device_name(),
+        "shape": config.shape,
+        "training": config.training,
+        "n_valid_tokens": _n_scored(text, config.shape.context),
+        "runs": [msgspec.json.decode(path.read_bytes()) for path in found if path.exists()],
+    }
+    path = out / "results.json"
+    _write(path, msgspec.json.format(msgspec.json.encode(results)))
+    return path
+
+
+class Trainer:
+    """One run: state that a checkpoint holds is all it needs to go on with the same numbers."""
+
+    def __init__(self, run: Run, folder: Path, text: Corpus, device: str) -> None:
+        self._run, self._folder, self._text, self._device = run, folder, text, device
+        how = run.training
+        self._epoch_steps = corpus.n_batches(text.train, run.shape.context, how.batch)
+        if not self._epoch_steps:
+            raise LabError(f"{len(text.train)} tokens of text are too few for one batch")
+        self._n_steps = how.epochs * self._epoch_steps
+        torch.manual_seed(run.seed)
+        self._model = build(run.arm, run.shape, how.dropout).to(device)
+        self._optimiser = torch.optim.AdamW(
+            parameter_groups(self._model, how.weight_decay), betas=how.betas, fused=True
+        )
+        self._step, self._seconds, self._best = 0, 0.0, math.inf
+        self._precision = training_precision(device)
+
+    def run(self, watch: Watch) -> None:
+        self._resume()
+        saved = began = time.monotonic()
+        for batch in self._batches():
+            loss = self._train_step(batch.to(self._device))
+            self._step += 1
+            record: dict[str, Any] = {"step": self._step, "loss": loss}
+            is_last = self._step == self._n_steps
+            if is_last or self._step % self._run.training.validate_every == 0:
+                record["valid_loss"] = self._validate(N_QUICK_BATCHES)
+            now = time.monotonic()
+            self._seconds, began = self._seconds + now - began, now
+            self._log(record)
+            watch(Report(self._run, self._step, self._n_steps, loss, self._tokens / self._seconds))
+            if is_last or now - saved > CHECKPOINT_S:
+                self._save()
+                saved = now
+        self._finish()
+
+    @property
+    def _tokens(self) -> int:
+        return self._step * self._run.training.batch * self._run.shape.context
+
+    def _batches(self) -> Iterator[Tensor]:
+        """From the step on which it is."""
+        how, seed = self._run.training, self._run.seed
+        first, skip = divmod(self._step, self._epoch_steps)
+        for epoch in range(first, how.epochs):
+            order = (seed, epoch)
+            batches = corpus.epoch(self._text.train, self._run.shape.context, how.batch, order)
+            yield from islice(batches, skip, None)
+            skip = 0
+
+    def _train_step(self, tokens: Tensor) -> float:
+        """tokens (batch, context + 1)"""
+        how = self._run.training
+        for group in self._optimiser.param_groups:
+            group["lr"] = how.rate(self._step, self._n_steps)
+        self._model.train()
+        with torch.autocast(self._device, self._precision, self._precision != torch.float32):
+            out = self._model(tokens[:, :-1])
+        loss = F.cross_entropy(out.logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+        (loss + how.balance * out.balance()).backward()
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), how.clip)
+        self._optimiser.step()
+        self._optimiser.zero_grad()
+        if not math.isfinite(value := loss.item()):
+            raise LabError(
+                f"{self._run.folder}: the loss is {value} at step {self._step}; lower peak_rate"
+            )
+        return value
+
+    def _validate(self, n_batches: int | None) -> float:
+        """Loss over the first n_batches of the validation text; the best model so far is kept."""
+        loss = valid_loss(self._model, self._text, self._run.training.batch, n_batches)
+        if loss < self._best:
+            self._best = loss
+            _save_torch(self._folder / "best.pt", self._model.state_dict())
+        return loss
+
+    def _log(self, record: dict[str, Any]) -> None:
+        with (self._folder / "log.jsonl").open("ab") as log:
+            log.write(msgspec.json.encode(record) + b"\n")
+
+    def _save(self) -> None:
+        state = {
+            "run": msgspec.json.encode(self._run),
+            "step": self._step,
+            "seconds": self._seconds,
+            "best": self._best,
+            "model": self._model.state_dict(),
+            "optimiser": self._optimiser.state_dict(),
+            "random": torch.get_rng_state(),
+            "cuda_random": torch.cuda.get_rng_state() if self._device == "cuda" else None,
+        }
+        _save_torch(self._folder / "checkpoint.pt", state)
+
+    def _resume(self) -> None:
+        path, log = self._folder / "checkpoint.pt", self._folder / "log.jsonl"
+        if not path.exists():
+            log.unlink(missing_ok=True)
+            return
+        state = torch.load(path, map_location=self._device)
+        if state["run"] != msgspec.json.encode(self._run):
+            raise LabError(
+                f"{path} belongs to a run with other settings; remove {self._folder} or train into "
+                "another folder"
+            )
+        self._step, self._seconds, self._best = state["step"], state["seconds"], state["best"]
+        self._model.load_state_dict(state["model"])
+        self._optimiser.load_state_dict(state["optimiser"])
+        torch.set_rng_state(state["random"].cpu())
+        if self._device == "cuda":
+            torch.cuda.set_rng_state(state["cuda_random"].cpu())
+        lines = log.read_bytes().splitlines(keepends=True)[: self._step]
+        _write(log, b"".join(lines))
+
+    def _finish(self) -> None:
+        self._model.load_state_dict(torch.load(self._folder / "best.pt", map_location=self._device))
+        loss = valid_loss(self._model, self._text, self._run.training.batch)
+        draw_curve(self._folder / "log.jsonl", self._folder / "curve.png", self._run.folder)
+        result = Result(
+            self._run.name, self._run.arm, self._run.seed, n_parameters(self._model), loss,
+            math.exp(loss), self._tokens, round(self._seconds, 1),
+        )  # fmt: skip
+        if self._run.arm.streams == "one":
+            export(self._model, self._folder / "model", self._text.tokenizer, corpus.END)
+        _write(self._folder / "result.json", msgspec.json.format(msgspec.json.encode(result)))
+        (self._folder / "checkpoint.pt").unlink()
+
+
+@torch.inference_mode()
+def valid_loss(model: Pipeline, text: Corpus, batch: int, n_batches: int | None = None) -> float:
+    """Nats a token in f32 over all of the text, or its first n_batches, in windows of the context."""
+    model.eval()
+    device = next(model.parameters()).device
+    total, n = 0.0, 0
+    for tokens in islice(corpus.windows(text.valid, model.shape.context, batch), n_batches):
+        tokens = tokens.to(device)
+        logits, targets = model(tokens[:, :-1]).logits.flatten(0, 1), tokens[:, 1:].flatten()
+        total += F.cross_entropy(logits, targets, reduction="sum").item()
+        n += targets.numel()
+    if not n:
+        raise LabError(f"the validation text is shorter than one window of {model.shape.context}")
+    return total / n
+
+
+def parameter_groups(model: Pipeline, weight_decay: float) -> list[dict[str, Any]]:
+    """Matrices decay, vectors do not."""
+    parameters = list(model.parameters())
+    return [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
+    ]
+
+
+def training_precision(device: str) -> torch.dtype:
+    """bf16 where the machine multiplies it at least as fast as f32."""
+    if device == "cuda":
+        fast = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        fast = "avx512_bf16" in machine.cpu().flags
+    return torch.bfloat16 if fast else torch.float32
+
+
+def keep_freed_memory() -> None:
+    """Makes glibc reuse what a step frees instead of returning it: touching fresh pages for the
+    logits of every step took a third of the time."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        trim_threshold, mmap_threshold = -1, -3
+        mallopt(trim_threshold, 2**31 - 1)
+        mallopt(mmap_threshold, 2**30)
+
+
+def _n_scored(text: Corpus, context: int) -> int:
+    return (len(text.valid) - 1) // context * context
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[bool]:
+    """Makes folder; whether this process, and no other, has it until the end of the block."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+
+
+def _save_torch(path: Path, value: Any) -> None:
+    part = path.with_suffix(".part")
+    torch.save(value, part)
+    os.replace(part, path)
+
+
+def _write(path: Path, data: bytes) -> None:
+    part = path.with_suffix(".part")
+    part.write_bytes(data)
+    os.replace(part, path)
