@@ -1,4 +1,4 @@
-"""Model files of others into .cflow: `convert` reads a GGUF file or a Hugging Face folder."""
+"""Model files of others into ours: `convert` reads a GGUF file or a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from cflow.engine.errors import ModelError
 from cflow.engine.formats.cflow import Contents, Weight, write
 from cflow.engine.formats.gguf import GgufFile
 from cflow.engine.formats.matrix import Matrix
+from cflow.engine.formats.order import order_of, ordered
 from cflow.engine.formats.quantise import QUANTISERS
 from cflow.engine.formats.safetensors import SafetensorsFolder
 from cflow.engine.formats.tiles import Bytes, pack, stripe_rows
@@ -27,6 +28,7 @@ from cflow.engine.models import (
     hf_vocabulary,
     pipeline_model,
 )
+from cflow.engine.models.fields import Fields
 from cflow.engine.models.spec import ModelSpec
 from cflow.engine.models.vocabulary import Vocabulary
 from cflow.engine.models.weights import Weights
@@ -55,23 +57,23 @@ def convert(
     out: Path,
     *,
     quant: str = "keep",
-    order: str = "layer",
+    order: str | None = None,
     progress: Progress | None = None,
 ) -> None:
     """Writes `out`, whole or not at all. source: a .gguf file or a folder with config.json.
 
     quant "keep" puts each tensor in the encoding that holds it exactly (Q5_K: up to f16 rounding of
-    scale and minimum); others quantise every matrix but routers and shared-expert gates.
+    scale and minimum); others quantise every matrix but routers and shared-expert gates. order:
+    "layer" or "stage", None for that of out's suffix.
     """
     if quant not in QUANTS:
         raise ModelError(f"--quant {quant} is not known; one of {', '.join(QUANTS)}")
-    if order != "layer":
-        raise ModelError(f"--order {order} is not supported yet; use --order layer")
+    order = order_of(out, order)
     if os.path.exists(out) and os.path.exists(source) and os.path.samefile(source, out):
         raise ModelError(f"{out} is the source itself; name another file for the result")
     found = open_source(Path(source))
     try:
-        write(_contents(found, quant), out, progress)
+        write(ordered(_contents(found, quant), order), out, progress)
     finally:
         found.close()
 
@@ -114,7 +116,7 @@ def _open_folder(path: Path) -> Source:
             spec=spec,
             weights=descriptor.weights(folder),
             vocabulary=hf_vocabulary.vocabulary(folder, spec.vocab_size),
-            licence=None,
+            licence=Fields(folder.config, str(path / "config.json")).text("licence", "") or None,
             path=path,
             files=folder.files(),
             close=folder.close,

@@ -21,10 +21,15 @@ class Inspection:
     layers: tuple[tuple[int, int, Layer], ...]
     tensors: tuple[Tensor, ...]
 
+    @property
+    def order(self) -> str:
+        """How the weights lie: "layer" or "stage"."""
+        return name_of(const.Order, self.header.order)
+
     def to_json(self) -> dict[str, Any]:
         return {
             "path": self.path,
-            "header": asdict(self.header) | {"order": name_of(const.Order, self.header.order)},
+            "header": asdict(self.header) | {"order": self.order},
             "metadata": self.metadata,
             "layers": [
                 {"first": first, "last": last} | asdict(layer) for first, last, layer in self.layers

@@ -246,6 +246,14 @@ class Model:
         return ops
 
     @property
+    def reading_order(self) -> list[Tensor]:
+        """The tensors as a step reads them, stage by stage, each where it is first read."""
+        order = ffi.new("uint32_t[]", self.header.n_tensors)
+        lib.cflow_model_reading_order(self._handle, order)
+        tensors = self.tensors
+        return [tensors[index] for index in order]
+
+    @property
     def memory(self) -> Memory:
         memory = ffi.new("cflow_memory *")
         lib.cflow_model_memory(self._handle, memory)

@@ -12,6 +12,7 @@ import numpy as np
 
 from cflow.engine.errors import ModelError
 from cflow.engine.formats.cflow import Contents, Weight, write, write_header
+from cflow.engine.formats.order import order_of, ordered
 from cflow.engine.formats.tiles import Bytes, Planes, pack, stripe_rows
 from cflow.engine.models import banks
 from cflow.engine.models.spec import MAX_LAYERS, LayerSpec, ModelSpec, Rope
@@ -46,9 +47,20 @@ def load_shape(shape: str) -> ModelSpec:
     return spec
 
 
-def synth(shape: str, out: Path, *, seed: int = 0, progress: Progress | None = None) -> None:
-    """Writes a model of that shape, whole or not at all. The same seed gives the same file."""
-    write(_contents(load_shape(shape), seed), out, progress)
+def synth(
+    shape: str,
+    out: Path,
+    *,
+    seed: int = 0,
+    order: str | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Writes a model of that shape, whole or not at all. The same seed gives the same weights.
+
+    order: as for convert.
+    """
+    order = order_of(out, order)
+    write(ordered(_contents(load_shape(shape), seed), order), out, progress)
 
 
 def synth_header(shape: str, out: Path) -> None:

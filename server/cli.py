@@ -32,7 +32,7 @@ def serve(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="Catalogue name, .cflow or .gguf file, Hugging Face folder, or hf:org/repo. "
+            help="Catalogue name, .cflow, .vflow or .gguf file, Hugging Face folder, or hf:org/repo. "
             "Default: smollm2-135m."
         ),
     ] = None,

@@ -1,4 +1,4 @@
-"""Writes .cflow files as docs/format.md draws them: whole, or not at all.
+"""Writes .cflow and .vflow files as docs/format.md draws them: whole, or not at all.
 
 The layout is computed from shapes alone; the weights then stream through, a few MiB at a time.
 """
@@ -61,8 +61,8 @@ Run = tuple[Weight, ...]  # interleaved by stripe: gate and up; most runs are on
 class Contents:
     """All a file holds. header, layers: fields of cflow_header and cflow_layer.
 
-    resident: in file order. experts: per block that has them, per expert, its runs; every expert of
-    a block has the same shapes.
+    resident, experts: in file order. experts: per block that has them, per expert, its runs; every
+    expert of a block has the same shapes.
     """
 
     header: dict[str, Any]
@@ -113,6 +113,7 @@ class _Writer:
         return at
 
     def _place_records(self) -> list[dict[str, Any]]:
+        """In file order; the table is by block and expert."""
         records, offset = [], 0
         for block, experts in self._contents.experts.items():
             n_bytes = self._record_bytes[block]
@@ -193,7 +194,9 @@ class _Writer:
         small = {
             "layers": _structs("cflow_layer", self._contents.layers),
             "tensors": _structs("cflow_tensor", self._tensors),
-            "experts": _structs("cflow_record", self._records),
+            "experts": _structs(
+                "cflow_record", sorted(self._records, key=lambda r: (r["block"], r["expert"]))
+            ),
             "metadata": self._metadata,
             "tokenizer": self._contents.tokenizer,
             "token_bytes": self._contents.token_bytes,

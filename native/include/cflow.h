@@ -49,6 +49,8 @@ typedef struct {
 #define CFLOW_N_SECTIONS 10
 #define CFLOW_MODEL_LEVEL 0xffffffff /* the block of a tensor that belongs to no layer */
 
+/* How the weights lie in the banks: layer by layer, or as cflow_model_reading_order said when the
+ * file was made. Readers go by offsets and trust neither. */
 typedef enum { CFLOW_ORDER_LAYER = 0, CFLOW_ORDER_STAGE = 1 } cflow_order;
 
 /* How the numbers of a matrix are stored. One group is 16 rows; sizes are bytes a group and 32
@@ -290,6 +292,9 @@ typedef struct {
 } cflow_op_info;
 
 void cflow_model_plan(const cflow_model *model, cflow_plan_info *out);
+/* The tensors as indices, out (n_tensors,), in the order in which a step reads them: op by op of
+ * the plan, each where it is first read, and the head (a tied embedding) last. */
+void cflow_model_reading_order(const cflow_model *model, uint32_t *out);
 cflow_status cflow_model_op(const cflow_model *model, uint32_t index, cflow_op_info *out,
                             cflow_error *err);
 

@@ -77,9 +77,10 @@ void matmul_run(const cflow_ctx *ctx, const op *o, const piece *one, uint32_t fi
     multiply(ctx, one->w, first, end, buffer_activations(ctx_buffer(ctx, o->in[0])), NULL, m, NULL,
              y->f + first * UNIT, y->ld);
     if (!one->bias) return;
+    const float *bias = matrix_vector(one->bias);
     const uint32_t last = end * UNIT < one->w->n_rows ? end * UNIT : one->w->n_rows;
     for (uint32_t row = 0; row < m; row++)
-        for (uint32_t i = first * UNIT; i < last; i++) y->f[row * y->ld + i] += one->bias[i];
+        for (uint32_t i = first * UNIT; i < last; i++) y->f[row * y->ld + i] += bias[i];
 }
 
 void gated_run(const cflow_ctx *ctx, const op *o, uint32_t first, uint32_t end, int thread) {

@@ -69,7 +69,7 @@ static void read_by(builder *b, uint32_t v, const matrix *w) {
 static void add_piece(builder *b, op *o, const matrix *w, const matrix *bias, const char *what) {
     piece *one = &o->pieces[o->n_pieces++];
     one->w = w;
-    one->bias = bias && bias->data ? matrix_vector(bias) : NULL;
+    one->bias = bias && bias->data ? bias : NULL;
     one->out = made(b, o, new_value(b, (uint32_t)o->layer, what, w->n_rows));
     o->bytes += matrix_bytes(w);
     read_by(b, o->in[0], w);

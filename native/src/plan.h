@@ -39,7 +39,7 @@ typedef enum {
 
 typedef struct { /* one matrix of OP_MATMUL */
     const matrix *w;
-    const float *bias; /* (n_rows,) or NULL */
+    const matrix *bias; /* vector (n_rows,), or NULL */
     uint32_t out;
 } piece;
 

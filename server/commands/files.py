@@ -17,9 +17,20 @@ if TYPE_CHECKING:
     from cflow.engine.plan import Plan
 
 
+OUT = Annotated[Path, typer.Argument(help="The .cflow or .vflow file to write.")]
+ORDER = Annotated[
+    str | None,
+    typer.Option(
+        help="How the weights lie in the file. layer: layer by layer (.cflow); stage: as the stages "
+        "of the plan read them (.vflow).",
+        show_default="that of OUT's suffix",
+    ),
+]
+
+
 def convert(
     source: Annotated[str, typer.Argument(help="A .gguf file or a Hugging Face folder.")],
-    out: Annotated[Path, typer.Argument(help="The .cflow file to write.")],
+    out: OUT,
     quant: Annotated[
         str,
         typer.Option(
@@ -27,9 +38,7 @@ def convert(
             "f16, bf16, f32."
         ),
     ] = "keep",
-    order: Annotated[
-        str, typer.Option(help="layer: layer by layer, the only order so far.")
-    ] = "layer",
+    order: ORDER = None,
 ) -> None:
     """Convert a model into cflow's own format, whole or not at all."""
     from cflow.engine import convert as converter
@@ -44,15 +53,16 @@ def convert(
 
 def synth(
     shape: Annotated[str, typer.Argument(help="A shape of configs/shapes, or a .toml file.")],
-    out: Annotated[Path, typer.Argument(help="The .cflow file to write.")],
-    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same file.")] = 0,
+    out: OUT,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same weights.")] = 0,
+    order: ORDER = None,
 ) -> None:
     """Write a model of a real shape with random weights, for sizing, load and fault tests."""
     from cflow.engine import synth as maker
 
     with byte_progress() as report:
         maker.synth(
-            shape, out, seed=seed,
+            shape, out, seed=seed, order=order,
             progress=lambda done, total: report(f"writing {out.name}", done, total),
         )  # fmt: skip
     console.print(f"cflow: wrote {out} ({size(out.stat().st_size)})")
@@ -111,6 +121,7 @@ def _print_inspection(found: Inspection) -> None:
     ]
     rows += [
         ("file", f"{size(header.file_bytes)}, format version {header.version}"),
+        ("order", found.order),
         ("width", header.d_model),
         ("layers", f"{header.n_layers}, {header.n_blocks} with weights of their own"),
         ("vocabulary", f"{header.vocab_size} rows, {header.n_tokens} tokens"),

@@ -89,8 +89,6 @@ def test_unknown_options_are_refused(tmp_path: Path) -> None:
     source = str(tiny_folder(tmp_path / "m"))
     with pytest.raises(ModelError, match="--quant q3_k"):
         convert(source, tmp_path / "x.cflow", quant="q3_k")
-    with pytest.raises(ModelError, match="--order stage"):
-        convert(source, tmp_path / "x.vflow", order="stage")
 
 
 def drop(name: str) -> Callable[[GgufBuilder], None]:

@@ -13,6 +13,7 @@ import pytest
 
 from cflow.engine import catalogue, hub
 from cflow.engine.catalogue import Entry
+from cflow.engine.convert import convert
 from cflow.engine.errors import ModelError
 from makefiles.gguf_file import tiny_llama
 from makefiles.safetensors_file import tiny_folder
@@ -121,6 +122,13 @@ def test_a_cache_that_cannot_be_written_is_an_error(gguf: Path) -> None:
     lock.mkdir()  # root may write anything, but no folder
     with pytest.raises(ModelError, match="cannot use the model"):
         hub.resolve(str(gguf))
+
+
+@pytest.mark.parametrize("name", ["x.cflow", "x.vflow", "x"])
+def test_our_own_files_are_used_as_they_are(name: str, gguf: Path, cache: Path) -> None:
+    convert(str(gguf), gguf.with_name(name))
+    assert hub.resolve(str(gguf.with_name(name))) == gguf.with_name(name)
+    assert not cache.exists()
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:

@@ -120,6 +120,54 @@ static void tells_about_itself(const tiny *f) {
     cflow_model_close(m);
 }
 
+/* Block 0 dense, block 1 experts with a gated shared one: the scale is read with the router, the
+ * shared expert before the chosen ones. */
+static void reading_order_follows_the_plan(void) {
+    static const uint32_t roles[] = {CFLOW_EMBEDDING,
+                                     CFLOW_NORM1,
+                                     CFLOW_Q,
+                                     CFLOW_K,
+                                     CFLOW_V,
+                                     CFLOW_O,
+                                     CFLOW_NORM2,
+                                     CFLOW_GATE,
+                                     CFLOW_UP,
+                                     CFLOW_DOWN,
+                                     CFLOW_NORM1,
+                                     CFLOW_Q,
+                                     CFLOW_K,
+                                     CFLOW_V,
+                                     CFLOW_Q_BIAS,
+                                     CFLOW_O,
+                                     CFLOW_NORM2,
+                                     CFLOW_ROUTER,
+                                     CFLOW_SHARED_SCALE,
+                                     CFLOW_SHARED_GATE,
+                                     CFLOW_SHARED_UP,
+                                     CFLOW_SHARED_DOWN,
+                                     CFLOW_EXPERT_GATE,
+                                     CFLOW_EXPERT_UP,
+                                     CFLOW_EXPERT_DOWN,
+                                     CFLOW_FINAL_NORM,
+                                     CFLOW_HEAD};
+    enum { N = sizeof roles / sizeof *roles, FIRST_OF_BLOCK_1 = 10 };
+    cflow_model *m;
+    cflow_error err;
+    CHECK(!try_open(&m, (cflow_model_options){.header_only = 1}, &err), "%s", err.text);
+    if (!m) return;
+    CHECK(cflow_model_header(m)->n_tensors == N, "%u tensors", cflow_model_header(m)->n_tensors);
+    uint32_t order[TINY_MAX_TENSORS];
+    cflow_model_reading_order(m, order);
+    for (uint32_t i = 0; i < N; i++) {
+        const int is_global = i == 0 || i >= N - 2;
+        const uint32_t block = is_global ? CFLOW_MODEL_LEVEL : i >= FIRST_OF_BLOCK_1;
+        const cflow_tensor *t = cflow_model_tensor(m, order[i]);
+        CHECK(t && t->role == roles[i] && t->block == block,
+              "place %u: tensor %u, want role %u of block %u", i, order[i], roles[i], block);
+    }
+    cflow_model_close(m);
+}
+
 static void headers_alone_need_no_banks(const tiny_image *image) {
     const uint64_t end = tiny_header(image)->sections[CFLOW_SECTION_RESIDENT].offset;
     CHECK(truncate(path, (off_t)end) == 0, "truncate");
@@ -470,6 +518,16 @@ static void missing_tensors_are_named(const tiny *f, const tiny_image *image) {
     write_head(image);
 }
 
+/* Whatever was let through: every tensor is read, and once. */
+static void order_everything(const cflow_model *m) {
+    uint32_t order[TINY_MAX_TENSORS];
+    int seen[TINY_MAX_TENSORS] = {0};
+    memset(order, 0xff, sizeof order);
+    cflow_model_reading_order(m, order);
+    for (uint32_t i = 0; i < cflow_model_header(m)->n_tensors; i++)
+        CHECK(order[i] < TINY_MAX_TENSORS && !seen[order[i]]++, "place %u: tensor %u", i, order[i]);
+}
+
 /* Reads every weight of whatever was let through, so that sanitizers see every bound. */
 static void read_everything(const cflow_model *m) {
     const cflow_header *h = cflow_model_header(m);
@@ -506,6 +564,7 @@ static int try_change(const tiny_image *image, uint64_t at, uint8_t mask) {
                                          .as_f32 = (int32_t)(at % 2)};
     const int accepted = try_open(&m, options, &err) == CFLOW_OK;
     CHECK(accepted || (!m && err.text[0]), "byte %llu: refused without a word", (ull)at);
+    if (accepted) order_everything(m);
     if (accepted && places_weights) read_everything(m);
     cflow_model_close(m);
     return accepted;
@@ -538,6 +597,7 @@ int main(void) {
     gives_back_what_was_written(&f);
     thread_counts_give_equal_memory();
     tells_about_itself(&f);
+    reading_order_follows_the_plan();
     headers_alone_need_no_banks(&image);
     reads_where_there_are_no_direct_reads(&f, &image);
     refuses_bad_calls();

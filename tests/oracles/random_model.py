@@ -1,4 +1,4 @@
-"""Writes .cflow files of random weights for any layer records, also ones no converter makes."""
+"""Writes model files of random weights for any layer records, also ones no converter makes."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from cflow.engine.formats import cflow, quantise, tiles
 from cflow.engine.formats.cflow import Run, Weight
+from cflow.engine.formats.order import order_of, ordered
 
 VOCAB_SIZE = 160
 LAYER: dict[str, Any] = {
@@ -56,6 +57,7 @@ class RandomModel:
         self.encoding = "f32"
 
     def write(self, path: Path, encoding: str = "f32") -> Path:
+        """In the order that the suffix of path says."""
         self.encoding = encoding
         blocks = {layer["block"]: layer for layer in self.layers}
         d, vocab = self.header["d_model"], self.header["vocab_size"]
@@ -74,7 +76,7 @@ class RandomModel:
             resident=resident,
             experts={b: self.experts(layer) for b, layer in blocks.items() if "n_experts" in layer},
         )
-        cflow.write(contents, path)
+        cflow.write(ordered(contents, order_of(path, None)), path)
         return path
 
     def attention(self, layer: dict[str, Any]) -> list[Run]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -93,6 +94,19 @@ def test_inspect(model: Path) -> None:
     assert (embedding["n_rows"], embedding["n_cols"], embedding["block"]) == (320, 64, None)
     text = runner.invoke(app, ["inspect", str(model)]).output
     assert "4 heads of 16, 2 KV heads, dense 96" in text
+
+
+def test_a_file_in_stage_order_is_inspected_and_run(shape: Path, model: Path) -> None:
+    by_stage = shape.with_suffix(".vflow")
+    assert (
+        runner.invoke(app, ["synth", str(shape), str(by_stage), "--order", "stage"]).exit_code == 0
+    )
+    assert run_json("inspect", by_stage)["header"]["order"] == "stage"
+    assert re.search(r"order +stage", runner.invoke(app, ["inspect", str(by_stage)]).output)
+    flags = ["-p", "hello", "--max-tokens", "8", "--temperature", "0"]
+    texts = [runner.invoke(app, ["run", str(path), *flags]) for path in (model, by_stage)]
+    assert [text.exit_code for text in texts] == [0, 0]
+    assert texts[0].stdout == texts[1].stdout
 
 
 def test_plan_of_a_file_and_of_its_shape_agree(

@@ -33,6 +33,7 @@ qk_norm = "full"
 n_experts = 5
 top_k = 2
 d_expert = 40
+{more}
 [layer.rope]
 kind = "half"
 dim = 32
@@ -40,11 +41,21 @@ base = 1e4
 """
 
 
-@pytest.fixture
-def moe(tmp_path: Path) -> Path:
-    (tmp_path / "shape.toml").write_text(SHAPE)
-    synth.synth(str(tmp_path / "shape.toml"), tmp_path / "moe.cflow", seed=3)
-    return tmp_path / "moe.cflow"
+DELAYED = """
+d_ff = 64
+dense_source = "x_in_previous"
+expert_anchor = "x_in"
+expert_delay = 2
+"""
+
+
+@pytest.fixture(params=[("moe.cflow", ""), ("moe.vflow", DELAYED)], ids=["layer", "stage"])
+def moe(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A stock model in layer order, a delayed one in stage order."""
+    name, more = request.param
+    (tmp_path / "shape.toml").write_text(SHAPE.format(more=more))
+    synth.synth(str(tmp_path / "shape.toml"), tmp_path / name, seed=3)
+    return tmp_path / name
 
 
 def crc32c(data: bytes) -> int:

@@ -1,0 +1,63 @@
+/* The order in which a step reads the weights, out of the plan: what a file in stage order keeps.
+ */
+#include "plan.h"
+#include "tensors.h"
+
+typedef struct {
+    const cflow_model *m;
+    uint32_t *tensors; /* (n,) indices, each once */
+    uint32_t n;
+} reading;
+
+/* w: a matrix of m->global or m->blocks that the file may lack; or NULL. */
+static void append(reading *r, const matrix *w) {
+    const cflow_model *m = r->m;
+    uint32_t t = 0;
+    while (t < m->header.n_tensors && tensor_matrix(m, &m->tensors[t]) != w) t++;
+    if (t == m->header.n_tensors) return;
+    for (uint32_t i = 0; i < r->n; i++)
+        if (r->tensors[i] == t) return;
+    r->tensors[r->n++] = t;
+}
+
+static void append_role(reading *r, const op *o, cflow_role role) {
+    append(r, model_matrix(r->m, (uint32_t)o->layer, role));
+}
+
+static void append_op(reading *r, const op *o) {
+    switch (o->kind) {
+    case OP_COMBINE:
+        if (o->base == NO_VALUE && !r->m->header.tied) append(r, &r->m->global[CFLOW_EMBEDDING]);
+        for (uint32_t i = 0; i < o->n_norms; i++) append(r, o->norms[i].weight);
+        break;
+    case OP_MATMUL:
+        for (uint32_t i = 0; i < o->n_pieces; i++) append(r, o->pieces[i].w);
+        for (uint32_t i = 0; i < o->n_pieces; i++) append(r, o->pieces[i].bias);
+        break;
+    case OP_GATED:
+        append(r, o->gate);
+        append(r, o->up);
+        break;
+    case OP_KV:
+        append_role(r, o, CFLOW_Q_NORM);
+        append_role(r, o, CFLOW_K_NORM);
+        break;
+    case OP_EXPERT_GATED:
+        append_role(r, o, CFLOW_EXPERT_GATE);
+        append_role(r, o, CFLOW_EXPERT_UP);
+        break;
+    case OP_EXPERT_DOWN:
+        append_role(r, o, CFLOW_EXPERT_DOWN);
+        break;
+    case OP_ATTEND:
+    case OP_SELECT:
+        break;
+    }
+}
+
+void cflow_model_reading_order(const cflow_model *model, uint32_t *tensors) {
+    reading r = {.m = model, .tensors = tensors};
+    const plan *p = model->plan;
+    for (uint32_t i = 0; i < p->n_ops; i++) append_op(&r, &p->ops[i]);
+    append(&r, &model->global[model->header.tied ? CFLOW_EMBEDDING : CFLOW_HEAD]);
+}
