@@ -1,0 +1,217 @@
+"""Claims that rest on committed figures: what the delays cost in training, and models of some 17 GB."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from datetime import date
+from pathlib import Path
+
+import msgspec
+
+from cflow.engine import bench
+from cflow.engine.lab import results
+from cflow.engine.lab.page import HERE, NOT_YET, Claim, table
+from cflow.engine.lab.results import (
+    BigModels,
+    BigRun,
+    Rate,
+    TrainedModel,
+    Training,
+    difference,
+    mean_perplexity,
+)
+from cflow.engine.reports import Report
+from cflow.engine.synth import load_shape, synth
+
+BASELINE, DELAYED = "sequential", "arch2_4_combined"
+KNOBS = (  # what changes between two arms, and nothing else
+    ("experts read x_in", "sequential_x_in", BASELINE),
+    ("dense reads x_in[l-1], with delayed experts", DELAYED, "arch4_async_experts"),
+    ("experts two layers late, with delayed dense", DELAYED, "arch2_4_sync"),
+    ("experts two layers late, sequential dense", "arch4_async_experts", "sequential_x_in"),
+)
+BIG_SHAPES = ("arch2_4_8k_16l", "qwen3-30b-a3b")
+BIG_PROMPT, BIG_GEN = 16, 32
+
+
+def quality(training: Training | None) -> str:
+    """What arch2_4_combined costs, against the baseline and against the best arm."""
+    if training is None:
+        return NOT_YET
+    best = min(training.names, key=lambda name: mean_perplexity(training.of(name).values()))
+    others = dict.fromkeys((BASELINE, best))
+    found = {other: difference(training, DELAYED, other) for other in others if other != DELAYED}
+    said = [f"{d.text()} against {other}" for other, d in found.items() if d is not None]
+    return "; ".join(said) or NOT_YET
+
+
+def training_text(training: Training | None) -> str:
+    """What the delays cost: arms against the sequential baseline, and the grid that separates them."""
+    if training is None:
+        return f"What the delays cost in perplexity is {NOT_YET} (`cflow lab train`)."
+    rows = []
+    for name in training.names:
+        runs = list(training.of(name).values())
+        found = difference(training, name, BASELINE)
+        arm = runs[0].arm
+        low, high = (f(run.valid_perplexity for run in runs) for f in (min, max))
+        rows.append(
+            (
+                name,
+                arm.dense_source,
+                arm.expert_anchor,
+                str(arm.expert_delay),
+                f"{runs[0].n_params / 1e6:.2f}",
+                f"{mean_perplexity(runs):.2f} ({low:.2f} to {high:.2f})",
+                found.text() if found and name != BASELINE else "",
+            )
+        )
+    head = (
+        "arm",
+        "dense source",
+        "anchor",
+        "delay",
+        "M weights",
+        "perplexity",
+        "against the baseline",
+    )
+    seeds = sorted({run.seed for run in training.runs})
+    shape = training.shape
+    return f"""\
+What the delays cost: {len(training.runs)} models (d = {shape.d_model}, {shape.n_layers} layers, {shape.n_experts} \
+experts, top {shape.top_k}) trained on {training.runs[0].n_tokens:,} tokens with \
+seeds {", ".join(map(str, seeds))}, the same start and batches for all arms of a seed; perplexity over \
+{training.n_valid_tokens:,} tokens of validation text. Differences are over equal seeds, mean ± standard \
+deviation; those within it are not separable. Trained on {training.machine} by `cflow lab train`; the \
+figures are in `docs/results/training.json`.
+
+{table(head, rows)}
+
+{effects(training)}
+
+{grid(training)}"""
+
+
+def effects(training: Training) -> str:
+    """One knob at a time, where the arms that differ in it alone were trained."""
+    found = [(knob, a, b, difference(training, a, b)) for knob, a, b in KNOBS]
+    said = (f"- {knob}: {d.text()} ({a} against {b})" for knob, a, b, d in found if d is not None)
+    return "One change at a time, in perplexity:\n\n" + "\n".join(said)
+
+
+def grid(training: Training) -> str:
+    """Perplexity by dense source against anchor and delay, of the arms that differ in nothing else."""
+    cells: dict[tuple[str, str, int], list[TrainedModel]] = {}
+    for run in training.runs:
+        arm = run.arm
+        if (arm.passes, arm.streams, arm.residual_scale) == (1, "one", 1.0):
+            key = (arm.dense_source, arm.expert_anchor, arm.expert_delay)
+            cells.setdefault(key, []).append(run)
+    sources = sorted({source for source, *_ in cells})
+    columns = sorted({(anchor, delay) for _, anchor, delay in cells})
+    rows = [
+        (
+            source,
+            *(
+                f"{mean_perplexity(cells[source, *column]):.2f}"
+                if (source, *column) in cells
+                else ""
+                for column in columns
+            ),
+        )
+        for source in sources
+    ]
+    heads = (f"{anchor}, delay {delay}" for anchor, delay in columns)
+    return "Dense source against expert anchor and delay:\n\n" + table(
+        ("dense source", *heads), rows
+    )
+
+
+# ---- models of some 17 GB ----
+
+
+def measure_big_models(path: Path, folder: Path, here: str, threads: int, report: Report) -> None:
+    """Measures cflow's big models and writes big_models.json at path. `here` names the machine; runs
+    of others stay if they are of the same. Takes 18 GB of RAM, and of disk in folder."""
+    old = results.read(path, BigModels)
+    peers = (
+        [run for run in old.runs if run.engine != "cflow"] if old and old.machine == here else []
+    )
+    ours = [_big_run(shape, folder / f"{shape}.cflow", threads, report) for shape in BIG_SHAPES]
+    new = BigModels(here, date.today().isoformat(), (*ours, *peers))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(new)) + b"\n")
+
+
+def _big_run(shape: str, path: Path, threads: int, report: Report) -> BigRun:
+    try:
+        synth(shape, path, progress=lambda done, total: report(f"synth {shape}", done, total))
+        found = bench.run(
+            path, prompt=BIG_PROMPT, gen=BIG_GEN, batch=(), threads=threads, progress=report
+        )
+        file_bytes = path.stat().st_size
+    finally:
+        path.unlink(missing_ok=True)
+    return BigRun(
+        model=shape,
+        engine="cflow",
+        params_b=load_shape(shape).n_parameters() / 1e9,
+        file_bytes=file_bytes,
+        bytes_per_token=found.bytes_per_token,
+        decode_tok_s=Rate(**asdict(found.decode)),
+        probe_gb_s=found.probe_gb_s,
+        command=f"cflow synth {shape} x.cflow; cflow bench x.cflow --prompt {BIG_PROMPT} "
+        f"--gen {BIG_GEN} --batch 1",
+    )
+
+
+def end_to_end_claim(big: BigModels | None) -> Claim:
+    name = "End to end"
+    published = (
+        "30.9B on 32 vCPU: 5.94 tok/s; llama.cpp 4.75 and vLLM CPU 1.65 with a dense 32B model"
+    )
+    ours = max(big.of("cflow"), key=lambda run: run.params_b, default=None) if big else None
+    peer = _dense_peer(big) if big else None
+    if big is None or ours is None:
+        text = "The models are larger than 17 GB; their figures are committed once measured."
+        return Claim(name, published, NOT_YET, "none yet", HERE, NOT_YET, text)
+    command, said = f"`{ours.command}`", f"{ours.model}: {ours.decode_tok_s.median:.2f} tok/s"
+    verdict = "cannot be judged here: no peer was measured"
+    if peer is not None:
+        said += f"; llama.cpp {peer.decode_tok_s.median:.2f} with {peer.model}"
+        won = ours.decode_tok_s.median > peer.decode_tok_s.median
+        verdict = "holds" if won else "does not"
+    rows = [
+        (
+            run.model,
+            run.engine,
+            f"{run.file_bytes / 1e9:.1f}",
+            f"{run.bytes_per_token / 1e9:.2f}",
+            f"{run.decode_tok_s.median:.2f} ({run.decode_tok_s.min:.2f} to {run.decode_tok_s.max:.2f})",
+            f"{run.read_gb_s:.1f}",
+            f"{run.read_gb_s / run.probe_gb_s:.2f}" if run.probe_gb_s else "",
+            f"`{run.command}`",
+        )
+        for run in big.runs
+    ]
+    head = ("model", "engine", "GB", "GB a token", "tok/s", "GB/s", "of the probe", "command")
+    return Claim(
+        name,
+        published,
+        said,
+        command,
+        big.machine,
+        verdict,
+        f"""\
+One stream, {big.machine}, {big.date}. The published comparison is of a mixture that reads some 11.7 GB a \
+token with a dense model that reads some 18 GB: per byte read the paper's engine is not the faster one \
+(68-70 GB/s against 85-95). GB/s is what to compare.
+
+{table(head, rows)}""",
+    )
+
+
+def _dense_peer(big: BigModels) -> BigRun | None:
+    """The dense model of a peer that reads most."""
+    dense = [run for run in big.of("llama.cpp") if run.bytes_per_token > run.file_bytes / 2]
+    return max(dense, key=lambda run: run.bytes_per_token, default=None)

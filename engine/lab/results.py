@@ -1,0 +1,146 @@
+"""The committed figures of docs/results: runs too long for every `make claims`."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+from cflow.engine.lab.errors import LabError
+
+T = TypeVar("T")
+
+
+class Arm(msgspec.Struct, frozen=True):
+    """What reads what, as engine/lab/architectures.py has it."""
+
+    dense_source: str
+    expert_anchor: str
+    expert_delay: int
+    residual_scale: float
+    passes: int
+    streams: str
+
+
+class Shape(msgspec.Struct, frozen=True):
+    d_model: int
+    n_layers: int
+    n_experts: int
+    top_k: int
+
+
+class TrainedModel(msgspec.Struct, frozen=True):
+    name: str
+    arm: Arm
+    seed: int
+    n_params: int
+    valid_perplexity: float
+    valid_loss: float
+    n_tokens: int  # trained on
+    seconds: float
+
+
+class Training(msgspec.Struct, frozen=True):
+    """training.json: every arm with the same seeds, shape, start and batches."""
+
+    machine: str
+    shape: Shape
+    training: dict[str, Any]
+    n_valid_tokens: int
+    runs: Annotated[tuple[TrainedModel, ...], msgspec.Meta(min_length=1)]
+
+    def of(self, name: str) -> dict[int, TrainedModel]:
+        """Runs of an arm by seed."""
+        return {run.seed: run for run in self.runs if run.name == name}
+
+    @property
+    def names(self) -> list[str]:
+        return list(dict.fromkeys(run.name for run in self.runs))
+
+
+def mean_perplexity(runs: Iterable[TrainedModel]) -> float:
+    return statistics.fmean(run.valid_perplexity for run in runs)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Perplexity of an arm less that of another, over the seeds that both have."""
+
+    pairs: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.pairs)
+
+    @property
+    def spread(self) -> float | None:
+        """Standard deviation over the seeds."""
+        return statistics.stdev(self.pairs) if len(self.pairs) > 1 else None
+
+    @property
+    def separable(self) -> bool:
+        return self.spread is not None and abs(self.mean) > self.spread
+
+    def text(self) -> str:
+        if self.spread is None:
+            return f"{self.mean:+.2f} (one seed)"
+        return f"{self.mean:+.2f} ± {self.spread:.2f}" + (
+            "" if self.separable else ", not separable"
+        )
+
+
+def difference(training: Training, name: str, other: str) -> Difference | None:
+    """None: no seed in common."""
+    ours, theirs = training.of(name), training.of(other)
+    seeds = sorted(ours.keys() & theirs.keys())
+    if not seeds:
+        return None
+    return Difference(
+        tuple(ours[seed].valid_perplexity - theirs[seed].valid_perplexity for seed in seeds)
+    )
+
+
+class Rate(msgspec.Struct, frozen=True):
+    min: float
+    median: float
+    max: float
+
+
+class BigRun(msgspec.Struct, frozen=True):
+    model: str
+    engine: str
+    params_b: float
+    file_bytes: int
+    bytes_per_token: int
+    decode_tok_s: Rate
+    probe_gb_s: float | None
+    command: str
+
+    @property
+    def read_gb_s(self) -> float:
+        return self.bytes_per_token * self.decode_tok_s.median / 1e9
+
+
+class BigModels(msgspec.Struct, frozen=True):
+    """big_models.json: files of some 17 GB, cflow beside its peers."""
+
+    machine: str
+    date: str
+    runs: tuple[BigRun, ...]
+
+    def of(self, engine: str) -> Sequence[BigRun]:
+        return [run for run in self.runs if run.engine == engine]
+
+
+def read(path: Path, kind: type[T]) -> T | None:
+    """None: not measured yet."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.DecodeError) as error:
+        raise LabError(f"{path}: not the results it should hold: {error}") from error
