@@ -10,8 +10,8 @@ import json
 import os
 import struct
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import fields
 from enum import IntEnum
@@ -33,9 +33,11 @@ from cflow.engine.native_types import (
     Pick,
     PlanInfo,
     Row,
+    RowUsage,
     Score,
     StepResult,
     Tensor,
+    TierStats,
     TokenBytes,
 )
 from cflow.engine.reports import Progress
@@ -44,6 +46,7 @@ __all__ = [
     "Choice",
     "Context",
     "ContextOptions",
+    "ExpertOptions",
     "Header",
     "Layer",
     "Memory",
@@ -53,9 +56,11 @@ __all__ = [
     "Pick",
     "PlanInfo",
     "Row",
+    "RowUsage",
     "Score",
     "StepResult",
     "Tensor",
+    "TierStats",
     "TokenBytes",
     "best_isa",
     "const",
@@ -109,11 +114,12 @@ def pack(struct_name: str, values: Mapping[str, Any]) -> bytes:
 
 
 def _record(kind: type[T], source: Any) -> T:
-    """A dataclass from the struct of the same fields; char arrays become text."""
+    """A dataclass from the struct of the same fields; char arrays become text, others tuples."""
     values = {field.name: getattr(source, field.name) for field in fields(kind)}  # type: ignore[arg-type]
     for name, value in values.items():
         if isinstance(value, ffi.CData):
-            values[name] = ffi.string(value).decode()
+            is_text = ffi.typeof(value).item.cname == "char"
+            values[name] = ffi.string(value).decode() if is_text else tuple(value)
     return kind(**values)
 
 
@@ -147,6 +153,28 @@ def _check(status: int, err: Any) -> None:
 # ---- the model ----
 
 
+class ExpertOptions(TypedDict):
+    """Experts that stay on disk, and how they are read. cache: bytes of RAM for them, 0: all are
+    resident. io: "direct" or "cached". threads: reads in flight at most. bytes_per_s: 0 for no bound.
+    """
+
+    cache: int
+    io: NotRequired[str]
+    threads: NotRequired[int]
+    timeout_s: NotRequired[float]
+    bytes_per_s: NotRequired[float]
+
+
+def _expert_options(options: ExpertOptions) -> dict[str, Any]:
+    return {
+        "expert_cache": options["cache"],
+        "expert_io": const.Io[options.get("io", "direct").upper()],
+        "expert_threads": options.get("threads", 2),
+        "expert_timeout_s": options.get("timeout_s", 10.0),
+        "expert_bytes_per_s": options.get("bytes_per_s", 0.0),
+    }
+
+
 class Model:
     """An open model file. header_only: without weights, for inspection and plans."""
 
@@ -157,6 +185,7 @@ class Model:
         threads: int = 1,
         header_only: bool = False,
         as_f32: bool = False,
+        experts: ExpertOptions | None = None,
         progress: Progress | None = None,
     ) -> None:
         self.path = path
@@ -170,10 +199,15 @@ class Model:
                 "header_only": header_only,
                 "as_f32": as_f32,
                 "progress": state,
+                **_expert_options(experts or {"cache": 0}),
             },
         )
         out, err = ffi.new("cflow_model **"), ffi.new("cflow_error *")
-        status = _open(out, options, err, state, progress)
+        try:
+            status = _watched(lambda: lib.cflow_model_open(out, options, err), state, progress)
+        except BaseException:
+            lib.cflow_model_close(out[0])
+            raise
         if status in _MODEL_STATUS:
             raise ModelError(f"{path}: {_text(err)}")
         _check(status, err)
@@ -259,6 +293,32 @@ class Model:
         lib.cflow_model_memory(self._handle, memory)
         return _record(Memory, memory)
 
+    @property
+    def tier(self) -> TierStats | None:
+        """The expert cache and its counters so far; None where all experts are resident."""
+        stats = ffi.new("cflow_tier_stats *")
+        lib.cflow_model_tier(self._handle, stats)
+        return _record(TierStats, stats) if stats.n_slots else None
+
+    @property
+    def expert_uses(self) -> NDArray[np.uint64]:
+        """How often each record was wanted, (n_records,); zeros without an expert cache."""
+        uses = np.zeros(self.header.n_records, np.uint64)
+        pointer = ffi.from_buffer("uint64_t[]", uses, require_writable=True)
+        lib.cflow_model_expert_uses(self._handle, pointer)
+        return uses
+
+    def warm(self, uses: NDArray[np.uint64], progress: Progress | None = None) -> None:
+        """Fills the expert cache with what an earlier run used most; uses: its expert_uses."""
+        if uses.shape != (self.header.n_records,):
+            raise ValueError(f"uses of {uses.shape} records, the model has {self.header.n_records}")
+        state, err = ffi.new("cflow_progress *"), ffi.new("cflow_error *")
+        pointer = ffi.from_buffer("uint64_t[]", np.ascontiguousarray(uses, np.uint64))
+        status = _watched(
+            lambda: lib.cflow_model_warm(self._handle, pointer, state, err), state, progress
+        )
+        _check(status, err)
+
     def rows(self, tensor: int, expert: int, first: int, n: int) -> Floats:
         """Dequantised rows [first, first + n) of a tensor, (n, n_cols)."""
         source = lib.cflow_model_tensor(self._handle, tensor)
@@ -274,17 +334,17 @@ class Model:
         return out
 
 
-def _open(out: Any, options: Any, err: Any, state: Any, progress: Progress | None) -> int:
-    """Opens the model; progress is called from the caller's thread, where an exception (Ctrl-C as
-    well) cancels the loading."""
+def _watched(call: Callable[[], int], state: Any, progress: Progress | None) -> int:
+    """The status of a long native call; progress is called from the caller's thread, where an
+    exception (Ctrl-C as well) cancels the call."""
     if progress is None:
-        return int(lib.cflow_model_open(out, options, err))
+        return call()
     with ThreadPoolExecutor(1) as pool:
-        opening: Future[int] = pool.submit(lib.cflow_model_open, out, options, err)
+        calling = pool.submit(call)
         try:
             while True:
                 try:
-                    status = opening.result(timeout=POLL_S)
+                    status = calling.result(timeout=POLL_S)
                     break
                 except NotYet:
                     progress(state.done_bytes, state.total_bytes)
@@ -292,8 +352,7 @@ def _open(out: Any, options: Any, err: Any, state: Any, progress: Progress | Non
                 progress(state.done_bytes, state.total_bytes)
         except BaseException:
             state.cancel = 1
-            opening.result()
-            lib.cflow_model_close(out[0])
+            calling.result()
             raise
         return status
 
@@ -341,6 +400,7 @@ def context_memory(model: Model, **options: Unpack[ContextOptions]) -> tuple[int
 
 _ROW = struct.Struct("=7i4x")  # cflow_row
 _PICK = struct.Struct("=4iQ6f4i32x")  # cflow_pick, its four pointers NULL
+_USAGE = struct.Struct("=2I2Q")  # cflow_row_usage
 _MASK_64 = (1 << 64) - 1
 
 
@@ -398,7 +458,18 @@ class Context:
         _check(status, self._err)
         n_scores = sum(1 for row in rows if row.flags & const.CFLOW_ROW_SCORE)
         scores = [_score(self._scores[i]) for i in range(n_scores)]
-        return StepResult(ffi.unpack(self._status, n), scores)
+        return StepResult(ffi.unpack(self._status, n), scores, self._usage(n))
+
+    def _usage(self, n: int) -> list[RowUsage]:
+        usage = lib.cflow_ctx_usage(self._handle)
+        if not usage:
+            return []
+        return list(map(RowUsage._make, _USAGE.iter_unpack(ffi.buffer(usage, n * _USAGE.size))))
+
+    def row_error(self, row: int) -> str:
+        """Why a row of the last step has the status EIO or EFORMAT; else ""."""
+        lib.cflow_ctx_row_error(self._handle, row, self._err)
+        return _text(self._err)
 
     def logits(self, row: int) -> Floats:
         """A copy of the kept logits of a row of the last step, (vocab_size,)."""

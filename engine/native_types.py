@@ -6,7 +6,7 @@ compares their fields with it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -125,6 +125,37 @@ class Memory:
     direct_io: int
 
 
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """cflow_tier_stats."""
+
+    n_records: int
+    n_slots: int
+    slot_bytes: int
+    n_resident: int
+    n_loading: int
+    n_overdue: int
+    direct_io: int
+    hits: int
+    misses: int
+    reads: int
+    disk_bytes: int
+    warm_bytes: int
+    extra_reads: int
+    evictions: int
+    speculated: int
+    useful: int
+    late: int
+    wasted: int
+    failed_io: int
+    failed_cut: int
+    failed_altered: int
+    failed_timed_out: int
+    stall_ns: int
+    read_ns: int
+    latencies: tuple[int, ...]
+
+
 class TokenBytes:
     """The token-bytes table: what each token id spells, and which are special (never shown)."""
 
@@ -166,11 +197,22 @@ class Score(NamedTuple):
     top: tuple[tuple[int, float], ...]
 
 
+class RowUsage(NamedTuple):
+    """What a row asked of the expert cache: cflow_row_usage."""
+
+    expert_hits: int
+    expert_misses: int
+    disk_bytes: int
+    stall_ns: int
+
+
 class StepResult(NamedTuple):
-    """status: a cflow_status per row. scores: one per SCORE row, in row order."""
+    """status: a cflow_status per row. scores: one per SCORE row, in row order. usage: one per row
+    where experts come from disk, else empty."""
 
     status: list[int]
     scores: list[Score]
+    usage: Sequence[RowUsage] = ()
 
 
 @dataclass(slots=True)

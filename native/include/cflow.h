@@ -235,23 +235,33 @@ typedef struct { /* shared with the loading threads; read it any time */
     int32_t reserved;
 } cflow_progress;
 
+typedef enum { CFLOW_IO_DIRECT = 0, CFLOW_IO_CACHED = 1 } cflow_io;
+
 typedef struct {
     const char *path;
-    int32_t n_threads;   /* readers, at least 1 */
-    int32_t header_only; /* 1: no weights are read (and the banks may be absent); it cannot run */
-    int32_t as_f32;      /* 1: weights are held dequantised to f32 (the debugging precision) */
+    int32_t n_threads;     /* readers, at least 1 */
+    int32_t header_only;   /* 1: no weights are read (and the banks may be absent); it cannot run */
+    int32_t as_f32;        /* 1: weights are held dequantised to f32 (the debugging precision) */
+    int32_t expert_io;     /* cflow_io: past the page cache where the file system allows, or not */
+    uint64_t expert_cache; /* bytes of RAM for expert records, the others stay in the file; 0: all
+                              are resident, and the other expert_ fields mean nothing */
+    int32_t expert_threads; /* reads in flight at most, 1 to 64 */
     int32_t reserved;
-    cflow_progress *progress; /* NULL allowed */
+    double expert_timeout_s;   /* above 0: a read without an answer for so long has failed */
+    double expert_bytes_per_s; /* bound on what is read in a second; 0: none */
+    cflow_progress *progress;  /* NULL allowed */
 } cflow_model_options;
 
 /* Opens and checks a file, reads its weights by direct I/O where the file system allows it. Errors:
- * EFORMAT names the part and the numbers, EIO, ENOMEM says how many bytes, ECANCELLED. */
+ * EFORMAT names the part and the numbers, EIO, ENOMEM says how many bytes, ECANCELLED; EINVAL with
+ * the numbers for an expert cache below a record per read in flight and one more, for a model
+ * without experts, or as_f32. */
 cflow_status cflow_model_open(cflow_model **out, const cflow_model_options *options,
                               cflow_error *err);
 void cflow_model_close(cflow_model *model);
 
 typedef struct {
-    uint64_t resident_bytes; /* arena taken for weights, experts included */
+    uint64_t resident_bytes; /* taken for weights: all of them, or all but experts, and the cache */
     uint64_t huge_bytes;     /* of those, how many the kernel backs with huge pages, read back */
     double load_s;
     int32_t direct_io; /* 1: the weights came by direct reads */
@@ -267,6 +277,49 @@ void cflow_model_memory(const cflow_model *model, cflow_memory *out);
  * inspect. `expert` picks the record for the expert roles. */
 cflow_status cflow_model_rows(const cflow_model *model, uint32_t index, uint32_t expert,
                               uint32_t first, uint32_t n, float *out, cflow_error *err);
+
+#define CFLOW_LATENCIES 20
+
+/* The expert cache: what it is, its counters since the model was opened, its state now. A hit or
+ * miss is counted once per step, layer and distinct expert. */
+typedef struct {
+    uint32_t n_records;  /* of the model */
+    uint32_t n_slots;    /* how many of them fit */
+    uint64_t slot_bytes; /* of one, and what one read reads at most */
+    uint32_t n_resident;
+    uint32_t n_loading;
+    uint32_t n_overdue; /* of n_loading, without an answer for longer than expert_timeout_s */
+    int32_t direct_io;  /* 1: reads go past the page cache */
+    uint64_t hits;      /* experts wanted that were resident, or being read for another step */
+    uint64_t misses;
+    uint64_t reads; /* records, the warm start's apart */
+    uint64_t disk_bytes;
+    uint64_t warm_bytes;  /* read by cflow_model_warm */
+    uint64_t extra_reads; /* of records that had to make room before they were used */
+    uint64_t evictions;
+    uint64_t speculated;                 /* reads begun because an expert was likely to be wanted */
+    uint64_t useful;                     /* of those: done when it was wanted */
+    uint64_t late;                       /* begun, or still to begin */
+    uint64_t wasted;                     /* evicted or failed before it was wanted */
+    uint64_t failed_io;                  /* reads: the operating system failed it */
+    uint64_t failed_cut;                 /* the file ends inside the record */
+    uint64_t failed_altered;             /* the checksum is wrong */
+    uint64_t failed_timed_out;           /* no answer in expert_timeout_s */
+    uint64_t stall_ns;                   /* how long steps slept for want of a record */
+    uint64_t read_ns;                    /* how long reads took, added up */
+    uint64_t latencies[CFLOW_LATENCIES]; /* reads that took less than 64 us << i, but not less than
+                                            half of that; the last also all longer ones */
+} cflow_tier_stats;
+
+/* All zero without an expert cache. Any thread, any time. */
+void cflow_model_tier(const cflow_model *model, cflow_tier_stats *out);
+/* How often each record was wanted, (n_records,), what cflow_model_warm brought included. */
+void cflow_model_expert_uses(const cflow_model *model, uint64_t *uses);
+/* Warm start: takes over (n_records,) uses of an earlier run and reads the most used records, as
+ * many as fit, in the file's order. Those that fail are left out and counted. Nothing to do without
+ * an expert cache. ECANCELLED after progress->cancel (progress may be NULL), ENOMEM. */
+cflow_status cflow_model_warm(const cflow_model *model, const uint64_t *uses,
+                              cflow_progress *progress, cflow_error *err);
 
 /* ---- plan ------------------------------------------------------------------------------------ */
 
@@ -363,12 +416,30 @@ typedef struct { /* log-probabilities under softmax of the raw logits */
 } cflow_score;
 
 /* One forward of n_rows rows. Rows of one sequence come in rising position and follow on what the
- * sequence's blocks already hold. row_status (n_rows,): OK, or why this row (and no other) failed.
+ * sequence's blocks already hold. row_status (n_rows,): OK; ENUMERIC; or, where an expert that the
+ * row or an earlier row of its sequence chose could not be read, EIO (no answer) or EFORMAT (wrong
+ * bytes): such a row keeps no logits, its score is empty (token -1), and what it wrote into its
+ * sequence's blocks is worthless. All other rows are as if it had not been there.
  * scores: one per SCORE row, in row order; NULL if there are none. ECANCELLED: nothing was kept. */
 cflow_status cflow_ctx_step(cflow_ctx *ctx, const cflow_row *rows, int32_t n_rows,
                             int32_t *row_status, cflow_score *scores, cflow_error *err);
 /* The kept logits of row `row` of the last step, (vocab_size,). NULL if it kept none. */
 const float *cflow_ctx_logits(const cflow_ctx *ctx, int32_t row);
+
+/* Why a row of the last step has the status EIO or EFORMAT: "layer 3, expert 17: the file ends
+ * inside it". Empty for any other row. */
+void cflow_ctx_row_error(const cflow_ctx *ctx, int32_t row, cflow_error *out);
+
+typedef struct { /* what a row asked of the expert cache; an expert is charged to the first row that
+                    chose it */
+    uint32_t expert_hits;
+    uint32_t expert_misses;
+    uint64_t disk_bytes; /* of the misses */
+    uint64_t stall_ns;   /* how long the step slept for their sake */
+} cflow_row_usage;
+
+/* (n_rows,) of the last step. NULL without an expert cache. */
+const cflow_row_usage *cflow_ctx_usage(const cflow_ctx *ctx);
 
 typedef struct {
     int32_t row;           /* of the last step, with LOGITS */
@@ -403,8 +474,9 @@ cflow_status cflow_ctx_sample(cflow_ctx *ctx, const cflow_pick *picks, int32_t n
                               cflow_choice *choices, cflow_error *err);
 
 void cflow_ctx_cancel(cflow_ctx *ctx); /* any thread: the running step ends early */
-uint64_t
-cflow_ctx_stage_count(const cflow_ctx *ctx); /* any thread: stages run so far, two for the head */
+/* Any thread: grows while a step gets on, by one for every stage, two for the head, and where
+ * experts come from disk by one for every wave of them and every wait that ended. */
+uint64_t cflow_ctx_stage_count(const cflow_ctx *ctx);
 uint64_t cflow_ctx_read_bytes(const cflow_ctx *ctx); /* weight bytes streamed so far */
 
 /* keep_values only: row `row` of value `name` ("L0.q") of the last step. n: floats in out; *n_out:

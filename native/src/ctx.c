@@ -298,6 +298,16 @@ const float *cflow_ctx_logits(const cflow_ctx *ctx, int32_t row) {
     return ctx->logits + (size_t)ctx->logit_of_row[row] * ctx->vocab_ld;
 }
 
+const cflow_row_usage *cflow_ctx_usage(const cflow_ctx *ctx) {
+    (void)ctx;
+    return NULL;
+}
+
+void cflow_ctx_row_error(const cflow_ctx *ctx, int32_t row, cflow_error *out) {
+    (void)ctx, (void)row;
+    *out = (cflow_error){{0}};
+}
+
 cflow_status cflow_ctx_value(const cflow_ctx *ctx, const char *name, int32_t row, float *out,
                              int32_t n, int32_t *n_out, cflow_error *err) {
     const plan *p = ctx->model->plan;

@@ -87,6 +87,8 @@ cflow_status cflow_model_open(cflow_model **out, const cflow_model_options *opti
     if (!options->path || options->n_threads < 1 || options->n_threads > MAX_READERS)
         return fail(err, CFLOW_EINVAL, "a path and 1 to %d readers are needed, not %d", MAX_READERS,
                     options->n_threads);
+    if (options->expert_cache)
+        return fail(err, CFLOW_EUNSUPPORTED, "this build keeps all experts in memory");
     cflow_model *m = memory_zeroed(1, sizeof *m);
     if (!m) return fail(err, CFLOW_ENOMEM, "no memory for a model");
     m->header_only = options->header_only;
@@ -139,6 +141,21 @@ const void *cflow_model_section(const cflow_model *model, uint32_t section, uint
 
 void cflow_model_memory(const cflow_model *model, cflow_memory *out) {
     *out = model->memory;
+}
+
+void cflow_model_tier(const cflow_model *model, cflow_tier_stats *out) {
+    (void)model;
+    *out = (cflow_tier_stats){0};
+}
+
+void cflow_model_expert_uses(const cflow_model *model, uint64_t *uses) {
+    memset(uses, 0, model->header.n_records * sizeof *uses);
+}
+
+cflow_status cflow_model_warm(const cflow_model *model, const uint64_t *uses,
+                              cflow_progress *progress, cflow_error *err) {
+    (void)model, (void)uses, (void)progress, (void)err;
+    return CFLOW_OK;
 }
 
 static matrix record_matrix(const cflow_model *m, uint32_t block, uint32_t e, cflow_role role) {

@@ -70,6 +70,7 @@ def test_enums_carry_the_names_of_the_header() -> None:
         (native.PlanInfo, "cflow_plan_info", set()),
         (native.OpInfo, "cflow_op_info", set()),
         (native.Memory, "cflow_memory", set()),
+        (native.TierStats, "cflow_tier_stats", set()),
         (native.Pick, "cflow_pick", {"n_history", "n_bias"}),
     ],
 )
@@ -81,6 +82,8 @@ def test_dataclasses_mirror_the_structs(kind: type, struct: str, left_out: set[s
 def test_a_row_has_the_order_of_the_struct() -> None:
     in_c = [name for name, _ in native.ffi.typeof("cflow_row").fields]
     assert [*Row._fields, "reserved"] == in_c
+    in_c = [name for name, _ in native.ffi.typeof("cflow_row_usage").fields]
+    assert [*native.RowUsage._fields] == in_c
 
 
 def test_pack_fills_with_zeros_and_refuses_unknown_fields() -> None:
