@@ -224,7 +224,7 @@ def kernels_claim(groups: Groups, probe_gb_s: float, command: str) -> Claim:
     ours, verdict = "no AVX2", "cannot be judged here: this processor has no AVX2"
     if "avx2" in l2:
         ours = "; ".join(
-            f"{isa} {l2[isa].median:.2g} GB/s out of L2, {ram[isa].median:.2g} out of RAM"
+            f"{isa} {l2[isa].median:.1f} GB/s out of L2, {ram[isa].median:.1f} out of RAM"
             for isa in l2
         )
         verdict = "holds" if l2["avx2"].beats(l2["scalar"]) else "does not"
@@ -338,7 +338,8 @@ The engine's kernels with their hints (T0, 8 KiB ahead), with the same hints to 
 and without any, in GB/s of q4_0 weights from RAM; the second argument of the command is the threads. The \
 paper's hints walked whole regions ahead of a pass that waited for storage, and whole expert regions at \
 30.9B, where removing them won 1.92x; hints that run a fixed way ahead inside the kernel are another \
-thing. The storage-bound half waits for the expert tier.
+thing. An earlier machine preferred T1 (first speeds, docs/decisions.md). The storage-bound half waits for \
+the expert tier.
 
 {table(head, rows)}""",
     )

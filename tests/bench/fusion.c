@@ -13,7 +13,7 @@ enum { UNIT = 32 }; /* outputs: what threads share */
 
 typedef struct {
     const char *name;
-    uint32_t d, q, kv, d_ff, layers; /* layers 0: as many as fill MIB */
+    uint32_t d, q, kv, d_ff, layers; /* layers 0: as many as fill MIB; else passes are */
 } geometry;
 
 typedef struct {
@@ -26,7 +26,7 @@ enum { Q, K, V, GATE, UP, N_PROJECTIONS };
 typedef struct {
     const kernels *k;
     pool *p;
-    uint32_t d, layers;
+    uint32_t d, layers, passes;
     projection w[N_PROJECTIONS];
     const uint8_t *weights;
     size_t layer_bytes;
@@ -116,8 +116,8 @@ static void separate_gated(const model *m, int thread) {
 
 static void run_fused(void *arg, int thread) {
     const model *m = arg;
-    for (uint32_t i = 0; i < m->layers; i++) {
-        const uint8_t *layer = m->weights + i * m->layer_bytes;
+    for (uint32_t i = 0; i < m->passes * m->layers; i++) {
+        const uint8_t *layer = m->weights + i % m->layers * m->layer_bytes;
         fused_qkv(m, layer, thread);
         fused_gate_up(m, layer, thread);
     }
@@ -125,8 +125,8 @@ static void run_fused(void *arg, int thread) {
 
 static void run_separate(void *arg, int thread) {
     const model *m = arg;
-    for (uint32_t i = 0; i < m->layers; i++) {
-        const uint8_t *layer = m->weights + i * m->layer_bytes;
+    for (uint32_t i = 0; i < m->passes * m->layers; i++) {
+        const uint8_t *layer = m->weights + i % m->layers * m->layer_bytes;
         for (int which = 0; which < N_PROJECTIONS; which++) separate(m, layer, which, thread);
         separate_gated(m, thread);
     }
@@ -155,8 +155,9 @@ static void compare_geometry(const geometry *g, const kernels *k, const settings
     }
     for (uint32_t i = 0; i < g->d; i++) m.in[i] = (float)(i % 7) - 3;
     m.layers = g->layers ? g->layers : (uint32_t)(set->bytes / m.layer_bytes) + 1;
+    m.passes = (uint32_t)(set->bytes / (m.layers * m.layer_bytes)) + 1;
     m.weights = new_weights(m.layers * m.layer_bytes);
-    const double read = (double)m.layers * (double)m.layer_bytes;
+    const double read = (double)m.passes * m.layers * (double)m.layer_bytes;
     const arm arms[] = {{"fused", run_fused, &m, read}, {"separate", run_separate, &m, read}};
     compare(g->name, arms, 2, set->p, set->rounds);
 }
