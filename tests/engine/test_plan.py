@@ -1,0 +1,115 @@
+"""Plans of the pipeline-native shapes against values derived by hand: docs/delays.md."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cflow.engine import native, plan, synth
+from cflow.engine.native import Model
+
+MIB_HALF_BYTE = 16 / 18 / (1 << 20)  # q4_0 stores 18 bytes for 32 weights, scale included
+Open = Callable[..., Model]
+
+SMALL = {"attention": 0.5, "dense": 1.5, "experts": 0.75}  # MiB a layer at half a byte a weight
+LARGE = {"attention": 128, "dense": 384, "experts": 96}
+OPS = {
+    "attention": ("qkv", "o"),
+    "dense": ("gate_up", "down"),
+    "experts": ("expert_gate_up", "expert_down"),
+}
+# Streams of a layer; longest path through the graph, closed form.
+SHAPES = {
+    "sequential_d512": (SMALL, 12.00, 9.00),
+    "parallel_d512": (SMALL, 9.00, 9.00),
+    "arch2_4_combined_d512": (SMALL, 5.25, 4.50),
+    "arch2_4_sync_d512": (SMALL, 5.25, 4.50),
+    "arch4_async_experts_d512": (SMALL, 12.00, 9.00),
+    "arch5_d512": (SMALL, 12.00, 9.00),
+    "arch2_4_8k_4l": (LARGE, 896, 768),
+    "arch2_4_8k_16l": (LARGE, 3200, 3072),
+}
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Open:
+    """A shape as a model without weights; n_layers: other than its own."""
+
+    def open_shape(name: str, n_layers: int | None = None) -> Model:
+        text = (synth.SHAPES / f"{name}.toml").read_text()
+        if n_layers is not None:
+            text = re.sub(r"^n_layers = \d+$", f"n_layers = {n_layers}", text, flags=re.M)
+        shape, header = tmp_path / f"{name}.toml", tmp_path / f"{name}.cflow"
+        shape.write_text(text)
+        synth.synth_header(str(shape), header)
+        return Model(str(header), header_only=True)
+
+    return open_shape
+
+
+def longest_path(model: Model) -> float:
+    return model.plan.critical_path_bytes * MIB_HALF_BYTE
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_layer_streams_what_the_paper_derives(name: str, opened: Open) -> None:
+    streams, model = SHAPES[name][0], opened(name)
+    bytes_of = {op.name: op.bytes for op in model.ops}
+    for layer in range(model.header.n_layers):
+        for part, ops in OPS.items():
+            got = sum(bytes_of[f"L{layer}.{op}"] for op in ops) * MIB_HALF_BYTE
+            assert got == pytest.approx(streams[part]), f"layer {layer}, {part}"
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_critical_paths(name: str, opened: Open) -> None:
+    _, path, closed_form = SHAPES[name]
+    info = opened(name).plan
+    assert info.critical_path_bytes * MIB_HALF_BYTE == pytest.approx(path)
+    assert info.critical_path_closed_form_bytes * MIB_HALF_BYTE == pytest.approx(closed_form)
+
+
+@pytest.mark.parametrize("name", ["arch2_4_combined_d512", "arch2_4_sync_d512"])
+@pytest.mark.parametrize("n_layers", [1, 2, 3, 6, 7, 48])
+def test_a_delayed_dense_ffn_costs_half_and_once_more(
+    name: str, n_layers: int, opened: Open
+) -> None:
+    assert longest_path(opened(name, n_layers)) == pytest.approx(0.75 * (n_layers + 1))
+
+
+@pytest.mark.parametrize(("n_layers", "want"), [(4, 192 * 4 + 128), (15, 192 * 16)])
+def test_an_even_depth_ends_with_what_follows_the_last_delayed_ffn(
+    n_layers: int, want: float, opened: Open
+) -> None:
+    """Attention here, 128 MiB: more than the 96 of the last experts."""
+    assert longest_path(opened("arch2_4_8k_16l", n_layers)) == pytest.approx(want)
+
+
+def test_delays_change_no_byte_of_a_token(opened: Open) -> None:
+    """By hand: 16.5 MiB of layers and a head of 50,272 x 512 at 18 bytes for 32 weights, and six
+    routers of 32 x 512 f32; row counts padded to 32."""
+    want = (33 << 19) * 18 // 16 + 50272 * 512 * 18 // 32 + 6 * 32 * 512 * 4
+    for name, (streams, _, _) in SHAPES.items():
+        if streams is SMALL:
+            assert opened(name).plan.bytes_per_token == want, name
+
+
+def test_history_does_not_grow_with_depth(opened: Open) -> None:
+    six, deep = (opened("arch2_4_combined_d512", n).plan.n_values for n in (6, 48))
+    assert six == deep
+
+
+def test_weights_used_three_times_are_stored_once(opened: Open) -> None:
+    six, two = opened("sequential_d512").header, opened("arch5_d512").header
+    assert (two.n_layers, two.n_blocks) == (6, 2)
+    assert two.file_bytes < six.file_bytes
+
+
+def test_plan_of_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "probe_bandwidth", lambda *_: 10e9)
+    found = plan.run_shape("arch2_4_combined_d512")
+    assert found.n_stages == found.n_barriers == len(found.stages) == 31  # five a layer, and one
+    assert found.critical_path_bytes < found.layer_bytes < found.bytes_per_token
+    together = next(stage.ops for stage in found.stages if "L2.qkv" in stage.ops)
+    assert {"L2.route", "L3.gate_up"} < set(together)  # layer 3's dense FFN reads x_in[2]
