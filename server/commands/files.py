@@ -89,11 +89,29 @@ def _print_plan(plan: Plan) -> None:
             ("weights", f"{size(plan.resident_bytes)}, {fits} in {size(plan.available_bytes)}"),
             ("KV", f"{size(plan.kv_bytes_per_token)} a token (f16)"),
             ("context", f"{plan.context}; memory holds {plan.context_in_memory} positions in all"),
-            ("bytes per token", f"{size(plan.bytes_per_token)}, layers {size(plan.layer_bytes)}"),
-            ("critical path", f"{size(plan.critical_path_bytes)}, by the law {size(closed_form)}"),
-            ("stages", f"{plan.n_stages}, {plan.n_barriers} barriers a token"),
+            (
+                "bytes per token",
+                f"{size(plan.bytes_per_token)} of weights are read, whatever the delays; "
+                f"{size(plan.layer_bytes)} of them by layers",
+            ),
+            (
+                "critical path",
+                f"{size(plan.critical_path_bytes)} of the layers' bytes wait for one another",
+            ),
+            (
+                "closed form",
+                f"{size(closed_form)}: sum over layers of max(attention, "
+                "dense / (dense delay + 1), experts / (expert delay + 1))",
+            ),
+            (
+                "stages",
+                f"{plan.n_stages}, ops of one run together; {plan.n_barriers} barriers a token",
+            ),
             ("memory bandwidth", f"{plan.probe_gb_s:.1f} GB/s with {plan.threads} threads"),
-            ("predicted decode", f"{plan.predicted_decode_tok_s:.1f} tokens/s, one stream"),
+            (
+                "predicted decode",
+                f"{plan.predicted_decode_tok_s:.1f} tokens/s, one stream: bandwidth / bytes",
+            ),
         ],
     )
 

@@ -123,7 +123,9 @@ def test_plan_of_a_file_and_of_its_shape_agree(
     assert of_file["stages"] == len(of_file["stage_list"])
     assert sum(stage["bytes"] for stage in of_file["stage_list"]) == of_file["layer_bytes"]
     assert of_file.keys() >= {"barriers", "critical_path_bytes", "critical_path_closed_form_bytes"}
-    assert "predicted decode" in runner.invoke(app, ["plan", str(model)]).output
+    output = " ".join(runner.invoke(app, ["plan", str(model)]).output.split())
+    for words in ("predicted decode", "whatever the delays", "sum over layers of max(attention"):
+        assert words in output
 
 
 def test_doctor() -> None:
