@@ -48,7 +48,7 @@ class Batch:
 @dataclass(slots=True)
 class Advance:
     """What a step brought. picks: (row, sequence) to sample a token for; done: sequences that
-    wanted none; copies: (from, to) blocks to copy before the next step; failed: (request, status)."""
+    wanted none; copies: (from, to) blocks to copy before the next step; failed: (request, row)."""
 
     picks: list[tuple[int, Sequence]] = field(default_factory=list)
     done: list[Sequence] = field(default_factory=list)

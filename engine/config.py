@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ from cflow.engine.errors import ConfigError
 
 KV_TYPES = ("f16", "f32", "bf16", "q8")
 PRECISIONS = ("int8", "f32")
+EXPERT_IO = ("direct", "cached")
 ISAS = ("scalar", "avx2", "avx512vnni")
 
 
@@ -20,6 +22,12 @@ class EngineConfig:
                   or what the KV memory holds if that is less.
     kv_memory     bytes for keys and values. Without it four full contexts, but at most a quarter of
                   the memory that is available once the weights are loaded.
+    expert_cache  bytes of memory for experts, or their share of all as in "25%"; the others are read
+                  from the file when they are wanted. Without it all experts if they fit beside
+                  everything else, or else what fits.
+    expert_io     "direct": past the page cache, where the file system allows it; "cached": through.
+    expert_reads, expert_read_rate
+                  bounds that leave others their part of the disk: reads in flight, bytes a second.
     max_queue     requests that may wait beyond those that run.
     max_step_ms   how long a step may get through prefill while others decode.
     stuck_s       a step without any progress for so long is taken as hung; the worker is replaced.
@@ -32,6 +40,10 @@ class EngineConfig:
     kv_memory: int | None = None
     kv: str = "f16"
     precision: str = "int8"
+    expert_cache: int | str | None = None
+    expert_io: str = "direct"
+    expert_reads: int = 2
+    expert_read_rate: int | None = None
     isa: str | None = None
     max_sequences: int = 64
     max_step_tokens: int = 512
@@ -45,6 +57,10 @@ class EngineConfig:
         _check_number("kv_memory", self.kv_memory, 1 << 16, 1 << 50)
         _check_choice("kv", self.kv, KV_TYPES)
         _check_choice("precision", self.precision, PRECISIONS)
+        _check_expert_cache(self.expert_cache)
+        _check_choice("expert_io", self.expert_io, EXPERT_IO)
+        _check_number("expert_reads", self.expert_reads, 1, 64)
+        _check_number("expert_read_rate", self.expert_read_rate, 1 << 20, 1 << 40)
         _check_choice("isa", self.isa, (None, *ISAS))
         _check_number("max_sequences", self.max_sequences, 1, 4096)
         _check_number("max_step_tokens", self.max_step_tokens, 1, 65536)
@@ -57,6 +73,25 @@ class EngineConfig:
                 f"{self.max_step_tokens} is less than max_sequences ({self.max_sequences}); "
                 "a step must have room for a token of each",
             )
+
+
+def read_share(text: str) -> float:
+    """ "25%" as 0.25. ValueError for what is no percentage above 0 and up to 100."""
+    percent = float(text[:-1]) if text.endswith("%") else math.nan
+    if not 0 < percent <= 100:
+        raise ValueError(f"{text!r} is not a percentage")
+    return percent / 100
+
+
+def _check_expert_cache(value: int | str | None) -> None:
+    if not isinstance(value, str):
+        return _check_number("expert_cache", value, 1, 1 << 50)
+    try:
+        read_share(value)
+    except ValueError:
+        raise ConfigError(
+            "expert_cache", f"{value!r} is neither a number of bytes nor a percentage"
+        ) from None
 
 
 def _check_number(field: str, value: Any, low: float, high: float) -> None:

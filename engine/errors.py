@@ -25,7 +25,7 @@ class ConfigError(CflowError):
 class EngineError(CflowError):
     """Running a model failed. code: "cancelled", "worker_died", "worker_stuck", "draining", "timeout",
     "numeric", "out_of_memory", "internal", "queue_full", "loading", "invalid_request",
-    "template_error" or "model_error"."""
+    "template_error", "io_error" or "model_error"."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)

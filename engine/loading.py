@@ -5,17 +5,28 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from cflow.engine import machine
 from cflow.engine.capacity import Capacity, fit_capacity
 from cflow.engine.config import EngineConfig
 from cflow.engine.errors import EngineError
+from cflow.engine.experts import (
+    ExpertBank,
+    Experts,
+    asked_cache,
+    choose_cache,
+    expert_options,
+    room_for_experts,
+    weight_bytes,
+)
 from cflow.engine.messages import Ready
 from cflow.engine.metadata import parse_metadata
 from cflow.engine.native import Context, ContextOptions, Model, context_memory
 from cflow.engine.native_types import Pick, Row, TokenBytes
-from cflow.engine.reports import Progress
+from cflow.engine.reports import Report
 from cflow.engine.runner import ROW_LOGITS
 from cflow.engine.runner import Context as AnyContext
 
@@ -24,29 +35,40 @@ HUGE_PAGES_WANTED = 0.5  # of the weights; below it a note says so
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A context that has made its first token."""
+    """A context that has made its first token. experts: where some of them stay on disk."""
 
     context: AnyContext
     token_bytes: TokenBytes
     eos_ids: tuple[int, ...]
     ready: Ready
+    experts: Experts | None = None
 
 
-Load = Callable[[EngineConfig, Progress], Loaded]
+Load = Callable[[EngineConfig, Report], Loaded]
 
 
-def load(config: EngineConfig, progress: Progress) -> Loaded:
-    """progress: bytes of weights read, and of all. Raises EngineError."""
+def load(config: EngineConfig, report: Report) -> Loaded:
+    """report: bytes read, and of all, of "weights" and then of "experts". Raises EngineError."""
     started = time.perf_counter()
     threads = config.threads or machine.cores().threads
     as_f32 = config.precision == "f32"
-    model = Model(config.model, threads=threads, as_f32=as_f32, progress=progress)
     kv = "f32" if as_f32 else config.kv
-    capacity = _capacity(model, config, kv)
+    share = _share_memory(config, kv)
+    model = Model(
+        config.model,
+        threads=threads,
+        as_f32=as_f32,
+        experts=expert_options(config, share.expert_cache),
+        progress=lambda done, total: report("weights", done, total),
+    )
+    capacity = share.capacity
     options = _options(config, threads, kv, capacity)
     kv_bytes, scratch_bytes = context_memory(model, **options)
     context = Context(model, **options)
     _make_a_token(context)
+    experts = Experts(model) if share.expert_cache else None
+    if experts:
+        experts.warm(lambda done, total: report("experts", done, total))
     memory = model.memory
     ready = Ready(
         pid=os.getpid(),
@@ -59,10 +81,43 @@ def load(config: EngineConfig, progress: Progress) -> Loaded:
         kv_bytes=kv_bytes,
         scratch_bytes=scratch_bytes,
         load_s=time.perf_counter() - started,
-        notes=(*capacity.notes, *_memory_notes(model)),
+        notes=(*capacity.notes, *_memory_notes(model), *_expert_notes(model, config)),
+        **_expert_facts(model),
     )
     metadata = parse_metadata(model.metadata, model.header.n_tokens)
-    return Loaded(context, model.token_bytes, metadata.eos_ids, ready)
+    return Loaded(context, model.token_bytes, metadata.eos_ids, ready, experts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """What goes to KV, and what to experts: 0 for all of them."""
+
+    capacity: Capacity
+    expert_cache: int
+
+
+def _share_memory(config: EngineConfig, kv: str) -> _Share:
+    """Before anything is loaded. All experts stay in memory if that leaves some for KV."""
+    as_f32 = config.precision == "f32"
+    model = Model(config.model, header_only=True, as_f32=as_f32)
+    bank, available = ExpertBank.of(model), machine.memory().available
+    fixed = weight_bytes(model, as_f32=as_f32) - bank.n_bytes
+    one = _options(config, 1, kv, Capacity(max_context=1, n_kv_blocks=1))
+    block_bytes, _ = context_memory(model, **one)
+
+    def share(expert_bytes: int) -> _Share:
+        """With KV beside so many bytes of experts."""
+        left = max(available - fixed - expert_bytes, 0)
+        capacity = fit_capacity(config, model.header.context, block_bytes, left)
+        taken = fixed + sum(context_memory(model, **_options(config, 1, kv, capacity)))
+        return _Share(capacity, choose_cache(config, bank, room_for_experts(available, taken)))
+
+    if config.expert_cache is not None:
+        return share(min(asked_cache(config.expert_cache, bank), bank.n_bytes))
+    with suppress(EngineError):
+        if not (whole := share(bank.n_bytes)).expert_cache:
+            return whole
+    return share(0)
 
 
 def _options(config: EngineConfig, threads: int, kv: str, capacity: Capacity) -> ContextOptions:
@@ -75,13 +130,6 @@ def _options(config: EngineConfig, threads: int, kv: str, capacity: Capacity) ->
         "n_kv_blocks": capacity.n_kv_blocks,
         "kv_type": kv,
     }
-
-
-def _capacity(model: Model, config: EngineConfig, kv: str) -> Capacity:
-    one = _options(config, 1, kv, Capacity(max_context=1, n_kv_blocks=1))
-    block_bytes, _ = context_memory(model, **one)
-    available = machine.memory().available
-    return fit_capacity(config, model.header.context, block_bytes, available)
 
 
 def _make_a_token(context: Context) -> None:
@@ -105,3 +153,23 @@ def _memory_notes(model: Model) -> list[str]:
         setting = machine.huge_pages()
         notes.append(f"only {share:.0%} of the weights are in huge pages (setting: {setting})")
     return notes
+
+
+def _expert_notes(model: Model, config: EngineConfig) -> list[str]:
+    tier = model.tier
+    if tier is None or tier.direct_io or config.expert_io == "cached":
+        return []
+    return ["experts are read through the page cache: the file system has no direct reads"]
+
+
+def _expert_facts(model: Model) -> dict[str, Any]:
+    """Fields of Ready."""
+    tier = model.tier
+    if tier is None:
+        return {}
+    return {
+        "n_experts": tier.n_records,
+        "n_expert_slots": tier.n_slots,
+        "expert_bytes": tier.n_slots * tier.slot_bytes,
+        "expert_io": "direct" if tier.direct_io else "cached",
+    }

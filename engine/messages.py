@@ -82,6 +82,16 @@ class Finish(msgspec.Struct, frozen=True, array_like=True):
     stop: str | int | None = None  # the stop string or token id that matched; None: end of text
 
 
+class ExpertUsage(msgspec.Struct, frozen=True, array_like=True):
+    """What an answer's tokens asked of the expert cache. An expert that several wanted in one step is
+    charged to the first."""
+
+    hits: int = 0
+    misses: int = 0
+    disk_bytes: int = 0
+    stall_ns: int = 0
+
+
 class Delta(msgspec.Struct, frozen=True, array_like=True):
     """What one choice gained in a step. Text lags behind tokens while bytes are held back.
 
@@ -97,6 +107,8 @@ class Delta(msgspec.Struct, frozen=True, array_like=True):
     # Set once, on the first delta of choice 0 (n_cached: prompt tokens that came from the cache).
     n_cached: int | None = None
     prompt_logprobs: tuple[Logprob | None, ...] | None = None
+    # Set with the finish, where experts come from disk.
+    experts: ExpertUsage | None = None
 
 
 class Progress(msgspec.Struct, frozen=True, array_like=True):
@@ -133,11 +145,42 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     scratch_bytes: int
     load_s: float
     notes: tuple[str, ...] = ()  # what did not go as wished: buffered reads, no huge pages
+    n_experts: int = 0  # where some stay on disk: of all layers
+    n_expert_slots: int = 0  # how many of them fit into memory
+    expert_bytes: int = 0  # what those take, part of resident_bytes
+    expert_io: str = ""  # how the others are read: "direct" or "cached"
 
 
 class Loading(msgspec.Struct, frozen=True, tag="loading"):
+    what: str  # "weights", or "experts" that were used most
     done_bytes: int
     total_bytes: int
+
+
+class ExpertStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Fields of cflow_tier_stats, which explains them."""
+
+    n_resident: int = 0
+    n_loading: int = 0
+    n_overdue: int = 0
+    hits: int = 0
+    misses: int = 0
+    evictions: int = 0
+    speculated: int = 0
+    useful: int = 0
+    late: int = 0
+    wasted: int = 0
+    reads: int = 0
+    disk_bytes: int = 0
+    warm_bytes: int = 0
+    extra_reads: int = 0
+    failed_io: int = 0
+    failed_cut: int = 0
+    failed_altered: int = 0
+    failed_timed_out: int = 0
+    stall_ns: int = 0
+    read_ns: int = 0
+    latencies: tuple[int, ...] = ()
 
 
 class Stats(msgspec.Struct, frozen=True, tag="stats", kw_only=True):
@@ -158,6 +201,7 @@ class Stats(msgspec.Struct, frozen=True, tag="stats", kw_only=True):
     cancelled_queue: int = 0
     cancelled_prefill: int = 0
     cancelled_decode: int = 0
+    experts: ExpertStats | None = None  # where some stay on disk
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):

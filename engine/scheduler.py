@@ -216,9 +216,13 @@ class Scheduler:
         any_failed = any(result.status)
         for chunk in batch.chunks:
             chunk_scores = list(islice(scores, chunk.n_scores))
-            if any_failed and (status := _first_failure(result.status, chunk)):
-                advance.failed.append((chunk.sequence.request, status))
+            if any_failed and (row := _first_failure(result.status, chunk)) is not None:
+                # What it wrote may be wrong. Its blocks of this step are in no prefix cache yet, and
+                # those before it are right.
+                advance.failed.append((chunk.sequence.request, row))
                 continue
+            if result.usage:
+                chunk.sequence.charge(result.usage[chunk.row : chunk.row + chunk.n])
             chunk.sequence.request.prompt_scores += map(_logprob, chunk_scores)
             self._advance_chunk(chunk, advance)
         return advance
@@ -278,8 +282,8 @@ def _rank(sequence: Sequence) -> tuple[int, int, int]:
     return request.submit.priority, request.order, sequence.choice
 
 
-def _first_failure(status: list[int], chunk: Chunk) -> int:
-    return next(filter(None, status[chunk.row : chunk.row + chunk.n]), 0)
+def _first_failure(status: list[int], chunk: Chunk) -> int | None:
+    return next((row for row in range(chunk.row, chunk.row + chunk.n) if status[row]), None)
 
 
 def _logprob(score: Score) -> Logprob:

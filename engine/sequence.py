@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 import numpy as np
+from msgspec.structs import astuple
 from numpy.typing import NDArray
 
 from cflow.engine.kv_blocks import BLOCK, block_key, root_key
-from cflow.engine.messages import Logprob, SamplingParams, Submit
-from cflow.engine.native_types import Pick
+from cflow.engine.messages import ExpertUsage, Logprob, SamplingParams, Submit
+from cflow.engine.native_types import Pick, RowUsage
 from cflow.engine.transcript import Transcript
 
 BAN = -np.inf
@@ -54,6 +55,7 @@ class Sequence:
         "_keys",
         "blocks",
         "choice",
+        "experts",
         "is_waiting",
         "n_computed",
         "n_prompt",
@@ -77,6 +79,7 @@ class Sequence:
         self.n_registered = 0  # blocks offered to the prefix cache
         self.slot = -1
         self.is_waiting = False  # in the line of waiting.py
+        self.experts: ExpertUsage | None = None  # so far, where some stay on disk
         self.transcript = transcript
         self.pick = _pick(request.submit.sampling, choice, self.n_prompt, eos_ids)
         self._keys: list[bytes] = []
@@ -115,6 +118,12 @@ class Sequence:
         if has_penalty(params):
             pick.history = np.frombuffer(self.tokens, np.int32)
         return pick
+
+    def charge(self, rows: Iterable[RowUsage]) -> None:
+        """What rows of a step asked of the expert cache."""
+        total = self.experts or ExpertUsage()
+        columns = zip(astuple(total), *rows, strict=True)
+        self.experts = ExpertUsage(*map(sum, columns))
 
     def append(self, token: int) -> None:
         self.pick.history = None  # an array that is looked at cannot grow

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from msgspec.structs import asdict, replace
+from itertools import zip_longest
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
 
 from cflow.engine.messages import Stats
 
 GAUGES = ("n_running", "n_waiting", "n_kv_used", "n_kv_blocks")
+EXPERT_GAUGES = ("n_resident", "n_loading", "n_overdue")
 
 
 class Totals:
@@ -17,9 +22,23 @@ class Totals:
         self._before = Stats()  # totals of the workers that are gone
 
     def update(self, stats: Stats) -> None:
-        before = asdict(self._before)
-        now = asdict(stats)
-        self.stats = Stats(**{name: now[name] + before[name] for name in now})
+        self.stats = _sum(self._before, stats)
 
     def end_worker(self) -> None:
-        self._before = self.stats = replace(self.stats, **dict.fromkeys(GAUGES, 0))
+        ended = replace(self.stats, **dict.fromkeys(GAUGES, 0))
+        if ended.experts is not None:
+            experts = replace(ended.experts, **dict.fromkeys(EXPERT_GAUGES, 0))
+            ended = replace(ended, experts=experts)
+        self._before = self.stats = ended
+
+
+def _sum(a: Any, b: Any) -> Any:
+    """Of numbers, of tuples and structs number by number; None counts as nothing."""
+    if a is None or b is None:
+        return b if a is None else a
+    if isinstance(a, tuple):
+        return tuple(x + y for x, y in zip_longest(a, b, fillvalue=0))
+    if isinstance(a, msgspec.Struct):
+        names = a.__struct_fields__
+        return type(a)(**{name: _sum(getattr(a, name), getattr(b, name)) for name in names})
+    return a + b

@@ -46,8 +46,8 @@ from cflow.engine.transcript import Transcript
 from cflow.engine.worker_stats import StatsKeeper
 
 STATUS_TEXT = {
-    -3: ("internal", "weights could not be read from the disk"),
-    -4: ("internal", "weights on the disk are damaged"),
+    -3: ("io_error", "an expert could not be read from disk"),
+    -4: ("io_error", "an expert could not be read from disk"),
     -7: ("numeric", "the model's output is not finite for this request"),
 }
 
@@ -70,7 +70,7 @@ class Worker:
             pace=self._pace,
         )
         self._runner = Runner(loaded.context)
-        self._stats = StatsKeeper(self._scheduler, loaded.context)
+        self._stats = StatsKeeper(self._scheduler, loaded.context, loaded.experts)
         self._n_requests = 0
         self._drain_deadline: float | None = None
         self._in_step: frozenset[int] = frozenset()  # requests of the running step
@@ -86,6 +86,10 @@ class Worker:
             self._step()
             if stats := self._stats.due(self._scheduler.n_running):
                 self._link.send(stats)
+            if self._loaded.experts:
+                self._loaded.experts.save()
+        if self._loaded.experts:
+            self._loaded.experts.save(at_once=True)
 
     def _patience(self) -> float | None:
         """How long to wait for messages."""
@@ -173,8 +177,8 @@ class Worker:
         result = self._runner.step(batch)
         advance = self._scheduler.advance(batch, result)
         self._runner.copy(advance.copies)
-        for request, status in advance.failed:
-            self._fail_row(request, status)
+        for request, row in advance.failed:
+            self._fail_row(request, result.status[row], self._runner.row_error(row))
         deltas = self._sample(advance)
         deltas += [self._end_scoring(sequence) for sequence in advance.done]
         progress = _progress(batch)
@@ -191,9 +195,12 @@ class Worker:
             progress = tuple(Progress(s.request.id, s.n_computed) for s in begun)
             self._link.send(Step((), progress))
 
-    def _fail_row(self, request: Request, status: int) -> None:
+    def _fail_row(self, request: Request, status: int, detail: str = "") -> None:
         if self._scheduler.find(request.id):
             code, text = STATUS_TEXT.get(status, ("internal", f"a row failed with status {status}"))
+            if detail:
+                text += f": {detail}"
+                log.error("%s", text)
             self._fail(request, code, text)
 
     def _sample(self, advance: Advance) -> list[Delta]:
@@ -228,6 +235,7 @@ class Worker:
             finish,
             request.n_cached if is_first else None,
             _prompt_logprobs(request) if is_first else None,
+            sequence.experts if finish is not None else None,
         )
 
     def _end_scoring(self, sequence: Sequence) -> Delta:
@@ -240,6 +248,7 @@ class Worker:
             finish=Finish("length"),
             n_cached=request.n_cached if is_first else None,
             prompt_logprobs=_prompt_logprobs(request) if is_first else None,
+            experts=sequence.experts,
         )
 
 
@@ -262,7 +271,7 @@ def serve(sock: socket.socket, load: Load) -> int:
     link = Link(sock)
     try:
         config = _await_hello(link)
-        loaded = load(config, lambda done, total: link.send(Loading(done, total)))
+        loaded = load(config, lambda *progress: link.send(Loading(*progress)))
     except EngineError as error:
         link.send(Fatal(error.code, str(error)))
         return 1

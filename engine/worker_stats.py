@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 
+from cflow.engine.experts import Experts
 from cflow.engine.messages import Stats
 from cflow.engine.runner import Context
 from cflow.engine.scheduler import Scheduler
@@ -15,9 +16,10 @@ STATS_S = 0.1
 class StatsKeeper:
     """Totals and gauges for the front end, at most ten times a second, and once more when idle."""
 
-    def __init__(self, scheduler: Scheduler, context: Context) -> None:
+    def __init__(self, scheduler: Scheduler, context: Context, experts: Experts | None) -> None:
         self._scheduler = scheduler
         self._context = context
+        self._experts = experts
         self.cancelled: Counter[str] = Counter()
         self._n_steps = 0
         self._step_s = 0.0
@@ -58,4 +60,5 @@ class StatsKeeper:
             cancelled_queue=self.cancelled["queue"],
             cancelled_prefill=self.cancelled["prefill"],
             cancelled_decode=self.cancelled["decode"],
+            experts=self._experts.stats() if self._experts else None,
         )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cflow.engine.config import EngineConfig
+from cflow.engine.config import EngineConfig, read_share
 from cflow.engine.errors import CflowError
 
 PREFIX = "CFLOW_"
@@ -35,6 +35,15 @@ def read_limit(value: object) -> int:
     if not (limit := read_size(value)):
         raise ValueError("would let nothing through")
     return limit
+
+
+def read_share_or_size(value: object) -> int | str:
+    """Bytes, or a percentage as it stands."""
+    text = value.replace(" ", "") if isinstance(value, str) else ""
+    try:
+        return text if text.endswith("%") and read_share(text) else read_limit(value)
+    except ValueError:
+        raise ValueError("is neither a size such as 8GiB nor a percentage such as 25%") from None
 
 
 def read_count(value: object) -> int:
@@ -106,6 +115,10 @@ ENGINE_KEYS: dict[str, Reader] = {
     "kv_memory": read_size,
     "kv": read_text,
     "precision": read_text,
+    "expert_cache": read_share_or_size,
+    "expert_io": read_text,
+    "expert_reads": read_count,
+    "expert_read_rate": read_limit,
     "isa": read_text,
     "max_sequences": read_count,
     "max_step_tokens": read_count,

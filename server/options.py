@@ -35,6 +35,18 @@ ENGINE_FLAGS: dict[str, Any] = {
     "precision": Annotated[
         str | None, _flag("precision", "int8 activations, or f32 throughout for debugging.")
     ],
+    "expert_cache": Annotated[
+        str | None,
+        _flag(
+            "expert-cache",
+            "Memory for experts, such as 8GiB or 25% of them, the others are read from the file as "
+            "they are wanted. Default: all if they fit, or else what fits.",
+        ),
+    ],
+    "expert_io": Annotated[
+        str | None,
+        _flag("expert-io", "How they are read: direct, or cached in the kernel's page cache."),
+    ],
     "isa": Annotated[
         str | None, _flag("isa", "Force an instruction set: scalar, avx2 or avx512vnni.")
     ],

@@ -21,6 +21,7 @@ from cflow.engine.engine import Engine
 from cflow.engine.messages import Ready
 
 POLL_S = 0.2
+LOADING = {"weights": "loading {}", "experts": "warming the expert cache of {}"}
 
 console = Console(stderr=True, highlight=False, soft_wrap=True)
 
@@ -82,9 +83,9 @@ async def wait_ready(engine: Engine) -> Ready:
 async def _show_loading(engine: Engine) -> None:
     with byte_progress() as report:
         while True:
-            if engine.loading is not None and engine.loading.total_bytes:
-                report(f"loading {engine.card.name}", engine.loading.done_bytes,
-                       engine.loading.total_bytes)  # fmt: skip
+            if (loading := engine.loading) is not None and loading.total_bytes:
+                what = LOADING[loading.what].format(engine.card.name)
+                report(what, loading.done_bytes, loading.total_bytes)
             await asyncio.sleep(POLL_S)
 
 
@@ -93,6 +94,14 @@ def announce(engine: Engine, ready: Ready, address: str) -> None:
     console.print(
         f"cflow: {engine.card.name} is served at {address} ({ready.isa}, {ready.n_threads} threads, "
         f"context {ready.max_context}, {ready.resident_bytes / 1e6:.0f} MB of weights, "
-        f"{ready.kv_bytes / 1e6:.0f} MB of KV, loaded in {ready.load_s:.1f} s)",
+        f"{ready.kv_bytes / 1e6:.0f} MB of KV, {_expert_cache(ready)}"
+        f"loaded in {ready.load_s:.1f} s)",
         markup=False,
     )
+
+
+def _expert_cache(ready: Ready) -> str:
+    if not ready.n_experts:
+        return ""
+    reads = "direct reads" if ready.expert_io == "direct" else "reads through the page cache"
+    return f"{ready.n_expert_slots} of {ready.n_experts} experts in memory, {reads}, "

@@ -22,7 +22,16 @@ from cflow.engine.engine import Answer, Engine
 from cflow.engine.errors import EngineError
 from cflow.engine.messages import Delta, Progress, SamplingParams
 from cflow.engine.tokenizer import Tokenizer
-from oracles.toy_model import EOS, HANGS, NOT_FINITE, RAISES, TOKEN_BYTES, continuation, logprob
+from oracles.toy_model import (
+    EOS,
+    HANGS,
+    NO_EXPERT,
+    NOT_FINITE,
+    RAISES,
+    TOKEN_BYTES,
+    continuation,
+    logprob,
+)
 
 TESTS = Path(__file__).parent.parent
 COMMAND = (sys.executable, str(TESTS / "oracles" / "toy_worker.py"))
@@ -327,6 +336,24 @@ async def test_output_that_is_not_finite_fails_one_request_of_a_step() -> None:
         bad = engine.submit([*PROMPT, NOT_FINITE], sampling=SHORT, n_choices=3)
         assert (await error_of(bad)).code == "numeric"
         assert tokens_of((await read(good))[0]) == continuation(PROMPT, SHORT)
+
+
+async def test_an_expert_that_cannot_be_read_fails_its_request_by_name() -> None:
+    async with running("step_s=0.01") as engine:
+        sampling = SamplingParams(max_tokens=12, seed=2, ignore_eos=True)
+        good = engine.submit(PROMPT, sampling=sampling, n_choices=2)
+        error = await error_of(engine.submit([*PROMPT, NO_EXPERT, *PROMPT], sampling=SHORT))
+        assert error.code == "io_error"
+        assert str(error).endswith("disk: layer 3, expert 17: the file ends inside it")
+        deltas = await read(good)
+        for choice in (0, 1):
+            *unfinished, last = deltas[choice]
+            assert tokens_of(deltas[choice]) == continuation(PROMPT, sampling, choice)
+            assert not any(delta.experts for delta in unfinished)
+            usage = last.experts
+            assert usage is not None
+            n_computed = 11 + (len(PROMPT) if choice == 0 else 0)
+            assert (usage.misses, usage.disk_bytes) == (n_computed, 4096 * n_computed)
 
 
 # ---- workers that end early ----

@@ -7,15 +7,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cflow.engine.batch import Batch
-from cflow.engine.messages import SamplingParams, Submit
+from cflow.engine.messages import ExpertUsage, SamplingParams, Submit
 from cflow.engine.pace import Pace
 from cflow.engine.runner import Runner
 from cflow.engine.scheduler import Scheduler
 from cflow.engine.sequence import Request, Sequence
 from cflow.engine.transcript import Transcript
 from oracles.toy_model import (
+    EIO,
     EOS,
     N_TOKENS,
+    NO_EXPERT,
     NOT_FINITE,
     NUMERIC,
     TOKEN_BYTES,
@@ -77,12 +79,13 @@ class Machine:
         batch = self.scheduler.schedule()
         if not batch.n_rows:
             return batch
-        advance = self.scheduler.advance(batch, self._runner.step(batch))
+        result = self._runner.step(batch)
+        advance = self.scheduler.advance(batch, result)
         self._runner.copy(advance.copies)
-        for request, status in advance.failed:
+        for request, row in advance.failed:
             if self.scheduler.find(request.id):
                 self.scheduler.remove(request)
-                self.failed[request.id] = status
+                self.failed[request.id] = result.status[row]
         for sequence in advance.done:
             self._finish(sequence)
         picks = [pick for pick in advance.picks if pick[1].request.id not in self.failed]
@@ -301,6 +304,55 @@ def test_a_first_choice_that_ends_at_once_leaves_the_others_their_prompt() -> No
 
 def _first(tokens: list[int], seed: int) -> int:
     return continuation(tokens, SamplingParams(max_tokens=1, seed=seed))[0]
+
+
+# ---- experts that cannot be read ----
+
+
+@pytest.mark.parametrize("n_choices", [1, 3])
+def test_a_fault_ends_its_request_and_nothing_wrong_is_shared(n_choices: int) -> None:
+    machine = Machine(max_rows=70)
+    going_on = SamplingParams(max_tokens=40, ignore_eos=True)
+    other = machine.submit(prompt(5, first=70), going_on)
+    machine.step()
+    tokens = [*prompt(100), NO_EXPERT, *prompt(60, first=30)]
+    bad = machine.submit(tokens, n_choices=n_choices)
+    machine.step()
+    before = machine.requests[bad].sequences[0].n_computed
+    assert 0 < before < 100
+    machine.step()
+    assert machine.failed == {bad: EIO}
+    machine.context.is_disk_broken = False
+    again = machine.submit(tokens, n_choices=n_choices)
+    machine.run()
+    assert machine.requests[again].n_cached == before // 32 * 32
+    assert {(again, choice) for choice in range(n_choices)} < machine.finished
+    assert machine.answers[other, 0] == _no_eos(machine.requests[other])
+    for choice in range(n_choices):
+        assert machine.answers[again, choice] == expected(machine.requests[again], choice)
+
+
+def test_a_fault_while_decoding_leaves_only_what_was_right_in_the_cache() -> None:
+    """The 70th token, itself sampled, needs the expert: the block it lies in is not shared."""
+    machine = Machine()
+    forced = SamplingParams(max_tokens=40, ignore_eos=True, logit_bias={NO_EXPERT: 100})
+    bad = machine.submit(prompt(69), forced)
+    machine.run()
+    assert machine.failed == {bad: EIO}
+    machine.context.is_disk_broken = False
+    again = machine.submit([*prompt(69), NO_EXPERT, *prompt(30)])
+    machine.run()
+    assert machine.requests[again].n_cached == 64
+    assert machine.answers[again, 0] == expected(machine.requests[again], 0)
+
+
+def test_an_answer_is_charged_for_its_rows() -> None:
+    """The toy's rows hit as often as their position says, miss once, and stall 1000 ns."""
+    machine = Machine(max_rows=16)
+    id = machine.submit(prompt(40), SamplingParams(max_tokens=3, ignore_eos=True))
+    sequence = machine.requests[id].sequences[0]
+    machine.run()
+    assert sequence.experts == ExpertUsage(sum(range(42)), 42, 42 * 4096, 42 * 1000)
 
 
 # ---- memory runs out ----

@@ -12,16 +12,17 @@ from hashlib import blake2b
 
 from cflow.engine.errors import EngineError
 from cflow.engine.messages import SamplingParams
-from cflow.engine.native_types import Choice, Pick, Row, Score, StepResult, TokenBytes
+from cflow.engine.native_types import Choice, Pick, Row, RowUsage, Score, StepResult, TokenBytes
 
 EOS = 256
 N_TOKENS = 257
 BLOCK = 32
 LOGITS, SCORE = 1, 2
-NUMERIC = -7
+NUMERIC, EIO = -7, -3
 
 # Tokens that do something to the step they are in.
 RAISES, NOT_FINITE, HANGS = 1, 2, 3
+NO_EXPERT = 4  # needs an expert that cannot be read while is_disk_broken
 
 TOKEN_BYTES = TokenBytes([bytes([i]) for i in range(256)] + [b"<eos>"], bytes(256) + b"\1")
 
@@ -61,6 +62,7 @@ class ToyContext:
         self.stage_count = 0
         self.read_bytes = 0
         self.n_rows: list[int] = []  # of each step so far
+        self.is_disk_broken = True
         self._memory: list[list[int | None]] = [[None] * BLOCK for _ in range(n_blocks)]
         self._tables: dict[int, list[int]] = {}
         self._histories: dict[int, tuple[int, ...]] = {}
@@ -92,7 +94,25 @@ class ToyContext:
         self.stage_count += 1
         self.read_bytes += 1000
         self.n_rows.append(len(rows))
-        return StepResult([NUMERIC if row.token == NOT_FINITE else 0 for row in rows], scores)
+        usage = [RowUsage(row.position, 1, 4096, 1000) for row in rows]
+        return StepResult(self._status(rows), scores, usage)
+
+    def _status(self, rows: Sequence[Row]) -> list[int]:
+        """A row that lacks an expert spoils those that follow in its sequence, and their memory."""
+        status, spoilt = [], set()
+        for i, row in enumerate(rows):
+            if row.token == NO_EXPERT and self.is_disk_broken:
+                spoilt.add(row.sequence)
+            failed = EIO if row.sequence in spoilt else NUMERIC if row.token == NOT_FINITE else 0
+            status.append(failed)
+            if failed:
+                self._histories.pop(i, None)
+                table = self._tables[row.sequence]
+                self._memory[table[row.position // BLOCK]][row.position % BLOCK] = -1
+        return status
+
+    def row_error(self, row: int) -> str:
+        return "layer 3, expert 17: the file ends inside it" if self.is_disk_broken else ""
 
     def _run(self, i: int, row: Row) -> Score | None:
         table = self._tables[row.sequence]

@@ -19,9 +19,9 @@ from cflow.engine.worker import serve
 from oracles.toy_model import EOS, TOKEN_BYTES, ToyContext
 
 
-def load(config: EngineConfig, progress: Callable[[int, int], None]) -> Loaded:
+def load(config: EngineConfig, report: Callable[[str, int, int], None]) -> Loaded:
     settings = dict(part.split("=") for part in config.model.split())
-    progress(1, 2)
+    report("weights", 1, 2)
     time.sleep(float(settings.get("load_s", 0)))
     if "fail" in settings:
         raise ModelError(settings["fail"])

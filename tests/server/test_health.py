@@ -36,7 +36,7 @@ def test_probes(live: Live, state: str, method: str) -> None:
 
 
 def test_loading_shows_progress(live: Live) -> None:
-    live.engine.state, live.engine.loading = "loading", Loading(30, 120)
+    live.engine.state, live.engine.loading = "loading", Loading("weights", 30, 120)
     body = live.client.get("/health").json()
     assert (body["done_bytes"], body["total_bytes"]) == (30, 120)
 
