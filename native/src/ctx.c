@@ -38,8 +38,7 @@ static void lay_buffer(cflow_ctx *ctx, layout *l, buffer *b, uint32_t width, uin
     if (n_experts) {
         groups *g = take(l, 1, sizeof *g);
         const groups lists = {
-            .experts = take(l, n_experts, sizeof(uint32_t)),
-            .first = take(l, n_experts + 1, sizeof(uint32_t)),
+            .experts = take(l, n_experts, sizeof(active_expert)),
             .rows = take(l, (size_t)ctx->options.max_rows * width, sizeof(int32_t)),
             .slots = take(l, (size_t)ctx->options.max_rows * width, sizeof(int32_t))};
         if (g) *g = lists;
@@ -109,8 +108,30 @@ static size_t scratch_bytes(const cflow_ctx *ctx) {
     size_t bytes = max_of(gated, attend_scratch(ctx->model, ctx->max_blocks));
     bytes = max_of(bytes, sample_scratch((int32_t)ctx->model->header.vocab_size) * sizeof(float));
     for (uint32_t i = 0; i < ctx->model->header.n_layers; i++)
-        bytes = max_of(bytes, model_layer(ctx->model, i)->n_experts * sizeof(float));
+        bytes = max_of(bytes, model_layer(ctx->model, i)->n_experts * 2 * sizeof(float));
     return round_up(bytes, 4096); /* threads do not share lines or pages */
+}
+
+/* The most experts that wait for their records in one stage. */
+static size_t most_wanted(const cflow_model *m) {
+    const plan *p = m->plan;
+    size_t most = 0;
+    for (uint32_t stage = 0; stage < p->n_stages; stage++) {
+        size_t n = 0;
+        for (uint32_t i = p->first_op[stage]; i < p->first_op[stage + 1]; i++)
+            if (p->ops[i].kind == OP_EXPERT_GATED)
+                n += model_layer(m, (uint32_t)p->ops[i].layer)->n_experts;
+        most = max_of(most, n);
+    }
+    return most;
+}
+
+static void lay_tier(cflow_ctx *ctx, layout *l) {
+    if (!ctx->model->tier) return;
+    const size_t rows = (size_t)ctx->options.max_rows;
+    ctx->wanted = take(l, most_wanted(ctx->model), sizeof *ctx->wanted);
+    ctx->usage = take(l, rows, sizeof *ctx->usage);
+    ctx->faults = take(l, rows, sizeof *ctx->faults);
 }
 
 static void lay_rest(cflow_ctx *ctx, layout *l) {
@@ -129,6 +150,7 @@ static void lay_rest(cflow_ctx *ctx, layout *l) {
     ctx->logit_of_row = take(l, rows, sizeof *ctx->logit_of_row);
     ctx->step.logit_rows = take(l, rows, sizeof *ctx->step.logit_rows);
     ctx->step.score_rows = take(l, rows, sizeof *ctx->step.score_rows);
+    lay_tier(ctx, l);
     ctx->shares = take(l, (size_t)o->n_threads, sizeof *ctx->shares);
     ctx->scratch_bytes = scratch_bytes(ctx);
     ctx->scratch = take(l, (size_t)o->n_threads, ctx->scratch_bytes);
@@ -175,18 +197,19 @@ static uint64_t most_units(const cflow_model *m, const op *o, uint64_t rows) {
            matrix_units(model_matrix(m, (uint32_t)o->layer, role));
 }
 
-/* The units of a stage are counted in UNIT_BITS bits. */
+/* The units of a phase are counted in UNIT_BITS bits. */
 static cflow_status check_units(const cflow_model *m, uint64_t rows, cflow_error *err) {
     const plan *p = m->plan;
-    for (uint32_t stage = 0; stage < p->n_stages; stage++) {
+    for (uint32_t phase = 0; phase < 2 * p->n_stages; phase++) {
         uint64_t units = 0;
-        for (uint32_t i = p->first_op[stage]; i < p->first_op[stage + 1]; i++)
-            units += most_units(m, &p->ops[i], rows);
+        uint32_t i, end;
+        for (phase_ops(p, phase, &i, &end); i < end; i++)
+            if (phase_has(&p->ops[i], phase)) units += most_units(m, &p->ops[i], rows);
         if (units >> UNIT_BITS)
             return fail(err, CFLOW_EINVAL,
                         "max_rows is %llu; stage %u (%s) then has %llu pieces of work, at most %d "
                         "can be counted",
-                        (unsigned long long)rows, stage, p->ops[p->first_op[stage]].name,
+                        (unsigned long long)rows, phase / 2, p->ops[p->first_op[phase / 2]].name,
                         (unsigned long long)units, (1 << UNIT_BITS) - 1);
     }
     return CFLOW_OK;
@@ -299,13 +322,16 @@ const float *cflow_ctx_logits(const cflow_ctx *ctx, int32_t row) {
 }
 
 const cflow_row_usage *cflow_ctx_usage(const cflow_ctx *ctx) {
-    (void)ctx;
-    return NULL;
+    return ctx->usage;
 }
 
 void cflow_ctx_row_error(const cflow_ctx *ctx, int32_t row, cflow_error *out) {
-    (void)ctx, (void)row;
     *out = (cflow_error){{0}};
+    if (!ctx->faults || row < 0 || (uint32_t)row >= ctx->step.n_rows) return;
+    const row_fault *fault = &ctx->faults[row];
+    if (fault->result)
+        fail(out, record_status(fault->result), "layer %d, expert %u: %s", fault->layer,
+             ctx->model->records[fault->record].expert, tier_result_text(fault->result));
 }
 
 cflow_status cflow_ctx_value(const cflow_ctx *ctx, const char *name, int32_t row, float *out,

@@ -17,14 +17,24 @@ enum {
     UNIT_BITS = 24    /* a phase has fewer units than this many bits count */
 };
 
+typedef struct {          /* an expert that some row chose, in one layer */
+    uint32_t record;      /* in model->records */
+    uint32_t first, n;    /* its rows and slots in groups */
+    const uint8_t *bytes; /* of its record, once it has come */
+    int is_missed;
+} active_expert;
+
 /* Which rows chose which expert, for one layer. Slot row * top_k + rank holds what that choice
- * yields. */
+ * yields. The experts lie in the order in which they run: those up to n_done are through, up to
+ * n_gated they are in OP_EXPERT_DOWN, up to n_ready in OP_EXPERT_GATED, the others wait for their
+ * records. */
 typedef struct {
-    uint32_t n_active;
-    uint32_t *experts; /* (n_active,) rising */
-    uint32_t *first;   /* (n_active + 1,) into rows and slots */
-    int32_t *rows;     /* (chosen,) by expert, then by row */
-    int32_t *slots;    /* (chosen,) */
+    active_expert *experts; /* (n_active,) */
+    uint32_t n_done, n_gated, n_ready, n_active;
+    int32_t *rows;  /* (chosen,) by expert, then by row */
+    int32_t *slots; /* (chosen,) */
+    float *weights; /* by row and rank: 0 where the record could not be read */
+    size_t weights_ld;
 } groups;
 
 /* A value's memory: (max_rows * per_row, ld). Columns past the width are zero in what a matrix
@@ -37,6 +47,12 @@ typedef struct {
     size_t ld;
     groups *groups; /* for routing lists; then the rest is NULL */
 } buffer;
+
+typedef struct { /* why a row failed: its layer, the record, TIER_OK where it did not */
+    int32_t layer;
+    uint32_t record;
+    tier_result result;
+} row_fault;
 
 typedef struct {
     const cflow_row *rows;
@@ -79,7 +95,10 @@ struct cflow_ctx {
     float *score_logits; /* (SCORE_ROWS, vocab_ld) */
     size_t vocab_ld;
     int32_t *logit_of_row; /* (max_rows,) row of logits, -1: none */
-    uint8_t *scratch;      /* (n_threads, scratch_bytes) */
+    uint32_t *wanted; /* and the next two only where experts are on disk: what a wave waits for */
+    cflow_row_usage *usage; /* (max_rows,) */
+    row_fault *faults;      /* (max_rows,) */
+    uint8_t *scratch;       /* (n_threads, scratch_bytes) */
     size_t scratch_bytes;
     share *shares; /* (n_threads,) */
     step step;
@@ -136,11 +155,39 @@ span attend_span(const cflow_ctx *ctx, const op *o);
 void attend_run(const cflow_ctx *ctx, const op *o, uint32_t first, uint32_t end, int thread);
 size_t attend_scratch(const cflow_model *model, int32_t max_blocks);
 void select_run(cflow_ctx *ctx, const op *o, int thread);
+/* index: of the experts that are in the op now. */
 uint32_t expert_spans(const cflow_ctx *ctx, const op *o);
 span expert_span(const cflow_ctx *ctx, const op *o, uint32_t index);
 void expert_run(const cflow_ctx *ctx, const op *o, uint32_t index, uint32_t first, uint32_t end,
                 int thread);
 
+/* The phases of a step: stage s is phase 2 s; phase 2 s + 1 runs as often as experts of stage s are
+ * still on their way: OP_EXPERT_DOWN of those that were in the phase before, OP_EXPERT_GATED of
+ * those that have come since. Then the head. The ops of a phase are those of [*first, *end) that
+ * phase_has. */
+static inline void phase_ops(const plan *p, uint32_t phase, uint32_t *first, uint32_t *end) {
+    const uint32_t stage = phase / 2, after = stage + 1 + phase % 2;
+    *first = p->first_op[stage];
+    *end = p->first_op[after < p->n_stages ? after : p->n_stages];
+}
+static inline int phase_has(const op *o, uint32_t phase) {
+    if (phase % 2 == 0) return 1;
+    return o->kind == (o->stage == phase / 2 ? OP_EXPERT_GATED : OP_EXPERT_DOWN);
+}
+
+/* waves.c, by one thread between two phases. Where experts are on disk, those whose records are
+ * there, pinned, run as a wave. A phase with any other work does not wait for records. */
+
+/* Says that the experts of g will be needed, after grouping. scratch: 5 bytes for each. */
+void waves_demand(cflow_ctx *ctx, groups *g, void *scratch);
+/* 1 if the phase may have work. */
+int waves_begin(cflow_ctx *ctx, uint32_t phase);
+/* Waits for one more expert of the phase; 0 if there is none to wait for. */
+int waves_wait(cflow_ctx *ctx, uint32_t phase);
+/* The phase is over: unpins. The next one. */
+uint32_t waves_end(cflow_ctx *ctx, uint32_t phase);
+/* The step ends before `phase`: unpins and withdraws everything. */
+void waves_abandon(cflow_ctx *ctx, uint32_t phase);
 const matrix *head_matrix(const cflow_model *m);
 /* Phases of this step's head, and one of them. */
 uint32_t head_phases(const cflow_ctx *ctx);

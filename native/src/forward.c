@@ -1,4 +1,5 @@
-/* The step: phases (the plan's stages, then the head) whose units the threads share by bytes. */
+/* The step: phases (ctx.h: the plan's stages with waves of experts between, then the head) whose
+ * units the threads share by bytes. */
 #include "ctx.h"
 #include "status.h"
 
@@ -66,13 +67,18 @@ typedef int (*span_visitor)(cflow_ctx *ctx, const op *o, uint32_t index, span s,
 
 static void visit_spans(cflow_ctx *ctx, uint32_t phase, span_visitor visit, void *arg) {
     const plan *p = ctx->model->plan;
-    if (phase >= p->n_stages) {
-        visit(ctx, NULL, phase - p->n_stages, head_span(ctx, phase - p->n_stages), arg);
+    const uint32_t head = 2 * p->n_stages;
+    if (phase >= head) {
+        visit(ctx, NULL, phase - head, head_span(ctx, phase - head), arg);
         return;
     }
-    for (uint32_t i = p->first_op[phase]; i < p->first_op[phase + 1]; i++)
-        for (uint32_t j = 0, n = n_spans(ctx, &p->ops[i]); j < n; j++)
-            if (!visit(ctx, &p->ops[i], j, span_of(ctx, &p->ops[i], j), arg)) return;
+    uint32_t i, end;
+    for (phase_ops(p, phase, &i, &end); i < end; i++) {
+        const op *o = &p->ops[i];
+        if (!phase_has(o, phase)) continue;
+        for (uint32_t j = 0, n = n_spans(ctx, o); j < n; j++)
+            if (!visit(ctx, o, j, span_of(ctx, o, j), arg)) return;
+    }
 }
 
 /* ---- sharing ---- */
@@ -123,15 +129,30 @@ static int divide_span(cflow_ctx *ctx, const op *o, uint32_t index, span s, void
     return add_span(ctx, o, index, s, &d->so_far);
 }
 
+/* What there is to do, having waited for experts where that is nothing. */
+static totals find_work(cflow_ctx *ctx, uint32_t phase) {
+    totals all;
+    do {
+        all = (totals){0};
+        visit_spans(ctx, phase, add_span, &all);
+    } while (!all.units && !atomic_load(&ctx->cancelled) && waves_wait(ctx, phase));
+    return all;
+}
+
 /* Makes the next phase that has work ready, or ends the step. */
 static void begin_phase(cflow_ctx *ctx, uint32_t phase) {
     step *s = &ctx->step;
     totals all = {0};
-    s->cancelled = atomic_load(&ctx->cancelled);
-    if (s->cancelled) phase = s->n_phases;
     for (; phase < s->n_phases; phase++) {
-        visit_spans(ctx, phase, add_span, &all);
+        s->cancelled = atomic_load(&ctx->cancelled);
+        if (s->cancelled) break;
+        if (!waves_begin(ctx, phase)) continue;
+        all = find_work(ctx, phase);
         if (all.units) break;
+    }
+    if (s->cancelled) {
+        waves_abandon(ctx, phase);
+        phase = s->n_phases;
     }
     s->n_units = all.units;
     atomic_store(&s->units_done, 0);
@@ -206,7 +227,8 @@ static void run_step(void *arg, int thread) {
         /* The total is read while our units keep the phase open: later it may be the next one's. */
         const uint32_t n = e.units.end - e.units.first, total = s->n_units;
         visit_spans(ctx, phase, run_span_part, &e);
-        if (atomic_fetch_add(&s->units_done, n) + n == total) begin_phase(ctx, phase + 1);
+        if (atomic_fetch_add(&s->units_done, n) + n == total)
+            begin_phase(ctx, waves_end(ctx, phase));
     }
 }
 
@@ -246,10 +268,13 @@ static cflow_status begin_step(cflow_ctx *ctx, const cflow_row *rows, int32_t n_
     s->scores = scores;
     s->n_logits = s->n_scores = 0;
     s->attended = 0;
+    s->cancelled = 0;
     for (int32_t i = 0; i < n_rows; i++) {
         const cflow_status status = check_row(ctx, &rows[i], i, err);
         if (status != CFLOW_OK) return status;
         row_status[i] = CFLOW_OK;
+        if (ctx->usage) ctx->usage[i] = (cflow_row_usage){0};
+        if (ctx->faults) ctx->faults[i] = (row_fault){0};
         s->attended += (uint64_t)rows[i].position + 1;
         ctx->logit_of_row[i] = -1;
         if (rows[i].flags & CFLOW_ROW_SCORE) s->score_rows[s->n_scores++] = i;
@@ -285,7 +310,7 @@ cflow_status cflow_ctx_step(cflow_ctx *ctx, const cflow_row *rows, int32_t n_row
         return status;
     }
     atomic_store(&ctx->cancelled, 0);
-    ctx->step.n_phases = ctx->model->plan->n_stages + head_phases(ctx);
+    ctx->step.n_phases = 2 * ctx->model->plan->n_stages + head_phases(ctx);
     begin_phase(ctx, 0);
     pool_run(ctx->pool, run_step, ctx);
     if (ctx->step.cancelled) {
@@ -298,4 +323,5 @@ cflow_status cflow_ctx_step(cflow_ctx *ctx, const cflow_row *rows, int32_t n_row
 
 void cflow_ctx_cancel(cflow_ctx *ctx) {
     atomic_store(&ctx->cancelled, 1);
+    if (ctx->model->tier) tier_interrupt(ctx->model->tier);
 }

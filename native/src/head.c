@@ -20,14 +20,17 @@ static void head_run(cflow_ctx *ctx, const int32_t *rows, uint32_t n, float *y, 
 
 static void check_logits(cflow_ctx *ctx, uint32_t i) {
     const uint32_t n = ctx->model->header.vocab_size;
-    if (!isfinite(ctx->k.max(ctx->logits + i * ctx->vocab_ld, n)))
-        ctx->step.row_status[ctx->step.logit_rows[i]] = CFLOW_ENUMERIC;
+    int32_t *status = &ctx->step.row_status[ctx->step.logit_rows[i]];
+    if (!*status && !isfinite(ctx->k.max(ctx->logits + i * ctx->vocab_ld, n)))
+        *status = CFLOW_ENUMERIC;
 }
 
 static void score(cflow_ctx *ctx, uint32_t at, uint32_t i) {
     const step *s = &ctx->step;
     const int32_t row = s->score_rows[at + i];
     cflow_score *out = &s->scores[at + i];
+    *out = (cflow_score){.token = -1, .rank = -1, .logprob = NAN};
+    if (s->row_status[row]) return;
     score_row(&ctx->k, ctx->score_logits + i * ctx->vocab_ld,
               (int32_t)ctx->model->header.vocab_size, s->rows[row].target, s->rows[row].n_top, out);
     if (!isfinite(out->logprob)) s->row_status[row] = CFLOW_ENUMERIC;

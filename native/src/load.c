@@ -20,6 +20,7 @@ typedef struct {
     cflow_progress *progress;
     uint8_t *resident, *bank;
     uint64_t n_pieces;         /* of the resident bank; then come the records */
+    uint32_t n_records;        /* to read: all or none */
     atomic_uint_fast64_t next; /* piece or record nobody has taken yet */
     atomic_int failed;         /* the first thread to set it fills in the next two */
     cflow_status status;
@@ -114,7 +115,7 @@ static void read_record(loader *l, uint32_t index) {
 static void read_banks(void *arg, int thread) {
     (void)thread;
     loader *l = arg;
-    const uint64_t n = l->n_pieces + l->m->header.n_records;
+    const uint64_t n = l->n_pieces + l->n_records;
     while (!atomic_load(&l->failed)) {
         const uint64_t i = atomic_fetch_add(&l->next, 1);
         if (i >= n) return;
@@ -125,37 +126,37 @@ static void read_banks(void *arg, int thread) {
     }
 }
 
-static uint64_t total_bytes(const cflow_model *m) {
-    uint64_t bytes = m->header.sections[CFLOW_SECTION_RESIDENT].bytes;
-    for (uint32_t i = 0; i < m->header.n_records; i++) bytes += record_bytes(&m->records[i]);
+static uint64_t total_bytes(const loader *l) {
+    uint64_t bytes = bank_section(l, CFLOW_SECTION_RESIDENT)->bytes;
+    for (uint32_t i = 0; i < l->n_records; i++) bytes += record_bytes(&l->m->records[i]);
     return bytes;
 }
 
-static void place_stored(cflow_model *m, const uint8_t *resident, const uint8_t *bank) {
+static void place_stored(cflow_model *m, const loader *l) {
     for (uint32_t i = 0; i < m->header.n_tensors; i++)
         if (!tensor_is_expert(&m->tensors[i]))
-            tensor_matrix(m, &m->tensors[i])->data = resident + m->tensors[i].offset;
-    for (uint32_t i = 0; i < m->header.n_records; i++)
-        m->expert_data[i] = bank + m->records[i].offset;
-    m->expert_bank = bank;
+            tensor_matrix(m, &m->tensors[i])->data = l->resident + m->tensors[i].offset;
+    for (uint32_t i = 0; i < l->n_records; i++) m->expert_data[i] = l->bank + m->records[i].offset;
+    m->expert_bank = l->bank;
 }
 
-/* Both banks as they lie in the file, into m->weights. */
+/* The banks as they lie in the file, into m->weights. */
 static cflow_status read_stored(cflow_model *m, file *f, const cflow_model_options *options,
                                 pool *threads, cflow_error *err) {
     loader l = {.m = m, .f = f, .progress = options->progress};
+    l.n_records = options->expert_cache ? 0 : m->header.n_records;
     const uint64_t resident = round_up(bank_section(&l, CFLOW_SECTION_RESIDENT)->bytes, FILE_PAGE);
-    const uint64_t bank = bank_section(&l, CFLOW_SECTION_EXPERT_BANK)->bytes;
+    const uint64_t bank = l.n_records ? bank_section(&l, CFLOW_SECTION_EXPERT_BANK)->bytes : 0;
     kernels_select(&l.k, NULL);
     const cflow_status status = arena_open(&m->weights, resident + bank, "the weights", err);
     if (status != CFLOW_OK) return status;
     l.resident = arena_take(&m->weights, resident);
-    l.bank = arena_take(&m->weights, bank);
+    l.bank = bank ? arena_take(&m->weights, bank) : NULL;
     l.n_pieces = (resident + PIECE_BYTES - 1) / PIECE_BYTES;
-    if (l.progress) __atomic_store_n(&l.progress->total_bytes, total_bytes(m), __ATOMIC_RELAXED);
+    if (l.progress) __atomic_store_n(&l.progress->total_bytes, total_bytes(&l), __ATOMIC_RELAXED);
     pool_run(threads, read_banks, &l);
     if (l.status) return fail(err, l.status, "%s", l.error.text);
-    place_stored(m, l.resident, l.bank);
+    place_stored(m, &l);
     m->memory.direct_io = file_is_direct(f);
     return CFLOW_OK;
 }

@@ -5,8 +5,9 @@
 #include "file.h"
 #include "model.h"
 
-/* Fills m->weights and points every matrix and expert record into it. EFORMAT and EIO name the
- * tensor or the record, ECANCELLED after options->progress->cancel. */
+/* Fills m->weights and points every matrix and, unless there is an expert cache, every expert
+ * record into it. EFORMAT and EIO name the tensor or the record, ECANCELLED after
+ * options->progress->cancel. */
 cflow_status load_weights(cflow_model *m, file *f, const cflow_model_options *options,
                           cflow_error *err);
 

@@ -62,14 +62,52 @@ static cflow_status check_sections(const cflow_model *m, cflow_error *err) {
                              h->sections[CFLOW_SECTION_TOKEN_BYTES].bytes, err);
 }
 
+static cflow_status check_expert_cache(const cflow_model *m, const cflow_model_options *o,
+                                       cflow_error *err) {
+    const unsigned long long bytes = o->expert_cache;
+    if (!m->header.n_records)
+        return fail(err, CFLOW_EINVAL,
+                    "an expert cache of %llu bytes, but the model has no experts", bytes);
+    if (m->as_f32)
+        return fail(err, CFLOW_EINVAL,
+                    "an expert cache of %llu bytes, but dequantised experts must all be in memory",
+                    bytes);
+    if (o->expert_io != CFLOW_IO_DIRECT && o->expert_io != CFLOW_IO_CACHED)
+        return fail(err, CFLOW_EINVAL, "expert_io is %d; it must be a cflow_io", o->expert_io);
+    return CFLOW_OK;
+}
+
+static cflow_status open_tier(cflow_model *m, file *f, const cflow_model_options *o,
+                              const tier_hooks *hooks, cflow_error *err) {
+    const uint32_t n = m->header.n_records;
+    const uint64_t bank = m->header.sections[CFLOW_SECTION_EXPERT_BANK].offset;
+    tier_record *records = memory_zeroed(n, sizeof *records);
+    if (!records) return fail(err, CFLOW_ENOMEM, "no memory for %u records", n);
+    for (uint32_t i = 0; i < n; i++)
+        records[i] = (tier_record){.offset = bank + m->records[i].offset,
+                                   .bytes = record_bytes(&m->records[i]),
+                                   .crc = m->records[i].crc};
+    tier_options options = {.budget_bytes = o->expert_cache,
+                            .timeout_s = o->expert_timeout_s,
+                            .max_bytes_per_s = o->expert_bytes_per_s,
+                            .n_threads = o->expert_threads,
+                            .cached = o->expert_io == CFLOW_IO_CACHED};
+    if (hooks) options.hooks = *hooks;
+    const cflow_status s = tier_open(&m->tier, f, records, n, &options, err);
+    memory_free(records);
+    return s;
+}
+
 static cflow_status open_model(cflow_model *m, file *f, const cflow_model_options *options,
-                               cflow_error *err) {
+                               const tier_hooks *hooks, cflow_error *err) {
     cflow_status s = read_header(m, f, err);
     if (!s) s = read_sections(m, f, err);
     if (!s) s = check_sections(m, err);
     if (!s) s = tensors_bind(m, err);
+    if (!s && options->expert_cache) s = check_expert_cache(m, options, err);
     if (!s && m->header_only && m->as_f32) widen_shapes(m);
     if (!s && !m->header_only) s = load_weights(m, f, options, err);
+    if (!s && !m->header_only && options->expert_cache) s = open_tier(m, f, options, hooks, err);
     if (!s) s = plan_open(&m->plan, m, err);
     return s;
 }
@@ -80,15 +118,13 @@ static double now_s(void) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-cflow_status cflow_model_open(cflow_model **out, const cflow_model_options *options,
-                              cflow_error *err) {
+cflow_status model_open(cflow_model **out, const cflow_model_options *options,
+                        const tier_hooks *hooks, cflow_error *err) {
     *out = NULL;
     const double start = now_s();
     if (!options->path || options->n_threads < 1 || options->n_threads > MAX_READERS)
         return fail(err, CFLOW_EINVAL, "a path and 1 to %d readers are needed, not %d", MAX_READERS,
                     options->n_threads);
-    if (options->expert_cache)
-        return fail(err, CFLOW_EUNSUPPORTED, "this build keeps all experts in memory");
     cflow_model *m = memory_zeroed(1, sizeof *m);
     if (!m) return fail(err, CFLOW_ENOMEM, "no memory for a model");
     m->header_only = options->header_only;
@@ -96,7 +132,7 @@ cflow_status cflow_model_open(cflow_model **out, const cflow_model_options *opti
     file f;
     cflow_status s = file_open(&f, options->path, err);
     if (!s) {
-        s = open_model(m, &f, options, err);
+        s = open_model(m, &f, options, hooks, err);
         file_close(&f);
     }
     if (s) {
@@ -108,8 +144,14 @@ cflow_status cflow_model_open(cflow_model **out, const cflow_model_options *opti
     return CFLOW_OK;
 }
 
+cflow_status cflow_model_open(cflow_model **out, const cflow_model_options *options,
+                              cflow_error *err) {
+    return model_open(out, options, NULL, err);
+}
+
 void cflow_model_close(cflow_model *m) {
     if (!m) return;
+    tier_close(m->tier);
     plan_close(m->plan);
     for (uint32_t i = 0; i < CFLOW_N_SECTIONS; i++) memory_free(m->sections[i]);
     memory_free(m->blocks);
@@ -141,32 +183,84 @@ const void *cflow_model_section(const cflow_model *model, uint32_t section, uint
 
 void cflow_model_memory(const cflow_model *model, cflow_memory *out) {
     *out = model->memory;
+    if (!model->tier) return;
+    out->resident_bytes += arena_mapped(tier_slots(model->tier) * tier_slot_bytes(model->tier));
+    out->huge_bytes += tier_huge_bytes(model->tier);
 }
 
 void cflow_model_tier(const cflow_model *model, cflow_tier_stats *out) {
-    (void)model;
     *out = (cflow_tier_stats){0};
+    if (!model->tier) return;
+    tier_stats s;
+    tier_get_stats(model->tier, &s);
+    *out = (cflow_tier_stats){
+        .n_records = model->header.n_records,
+        .n_slots = tier_slots(model->tier),
+        .slot_bytes = tier_slot_bytes(model->tier),
+        .n_resident = s.n_resident,
+        .n_loading = s.n_loading,
+        .n_overdue = s.n_overdue,
+        .direct_io = tier_is_direct(model->tier),
+        .hits = s.hits,
+        .misses = s.misses,
+        .reads = s.reads,
+        .disk_bytes = s.disk_bytes,
+        .warm_bytes = s.warm_bytes,
+        .extra_reads = s.extra_reads,
+        .evictions = s.evictions,
+        .speculated = s.speculated,
+        .useful = s.useful,
+        .late = s.late,
+        .wasted = s.wasted,
+        .failed_io = s.failed[TIER_EIO],
+        .failed_cut = s.failed[TIER_CUT],
+        .failed_altered = s.failed[TIER_ALTERED],
+        .failed_timed_out = s.failed[TIER_TIMED_OUT],
+        .stall_ns = s.stall_ns,
+        .read_ns = s.read_ns,
+    };
+    _Static_assert(sizeof out->latencies == sizeof s.latencies, "both histograms are one");
+    memcpy(out->latencies, s.latencies, sizeof s.latencies);
 }
 
 void cflow_model_expert_uses(const cflow_model *model, uint64_t *uses) {
-    memset(uses, 0, model->header.n_records * sizeof *uses);
+    if (model->tier)
+        tier_uses(model->tier, uses);
+    else
+        memset(uses, 0, model->header.n_records * sizeof *uses);
 }
 
 cflow_status cflow_model_warm(const cflow_model *model, const uint64_t *uses,
                               cflow_progress *progress, cflow_error *err) {
-    (void)model, (void)uses, (void)progress, (void)err;
+    return model->tier ? tier_warm(model->tier, uses, progress, err) : CFLOW_OK;
+}
+
+static void write_rows(const matrix *w, uint32_t first, uint32_t n, float *out) {
+    for (uint32_t row = first; row < first + n; row++, out += w->n_cols)
+        if (!w->stripe_rows)
+            memcpy(out, w->data, w->stripe_bytes);
+        else
+            stripe_row(w->encoding, w->data + row / w->stripe_rows * w->stripe_stride,
+                       w->stripe_rows, w->n_cols, row % w->stripe_rows, out);
+}
+
+static cflow_status write_expert_rows(const cflow_model *m, const cflow_tensor *t, uint32_t expert,
+                                      uint32_t first, uint32_t n, float *out, cflow_error *err) {
+    const uint32_t record = m->first_record[t->block] + expert;
+    const uint32_t n_experts = m->first_record[t->block + 1] - m->first_record[t->block];
+    if (expert >= n_experts) return fail(err, CFLOW_EINVAL, "expert %u of %u", expert, n_experts);
+    const uint8_t *bytes = m->expert_data[record];
+    if (m->tier) {
+        uint32_t which;
+        const tier_result result = tier_acquire(m->tier, &record, 1, NULL, &which, &bytes);
+        if (result)
+            return fail(err, record_status(result), "block %u expert %u: %s", t->block, expert,
+                        tier_result_text(result));
+    }
+    const matrix w = matrix_in_record(tensor_matrix(m, t), bytes);
+    write_rows(&w, first, n, out);
+    if (m->tier) tier_release(m->tier, record);
     return CFLOW_OK;
-}
-
-static matrix record_matrix(const cflow_model *m, uint32_t block, uint32_t e, cflow_role role) {
-    matrix w = m->blocks[block][role];
-    const uint8_t *record = m->expert_data[m->first_record[block] + e];
-    w.data = m->header_only ? WEIGHTS_ELSEWHERE : record + w.record_offset;
-    return w;
-}
-
-matrix model_expert(const cflow_model *m, uint32_t l, uint32_t e, cflow_role role) {
-    return record_matrix(m, m->layers[l].block, e, role);
 }
 
 cflow_status cflow_model_rows(const cflow_model *model, uint32_t index, uint32_t expert,
@@ -176,23 +270,11 @@ cflow_status cflow_model_rows(const cflow_model *model, uint32_t index, uint32_t
     if (index >= model->header.n_tensors)
         return fail(err, CFLOW_EINVAL, "tensor %u of %u", index, model->header.n_tensors);
     const cflow_tensor *t = &model->tensors[index];
-    matrix w = *tensor_matrix(model, t);
-    if (first > w.n_rows || n > w.n_rows - first)
-        return fail(err, CFLOW_EINVAL, "rows %u and %u more of a tensor of %u", first, n, w.n_rows);
-    if (tensor_is_expert(t)) {
-        const uint32_t n_experts =
-            model->first_record[t->block + 1] - model->first_record[t->block];
-        if (expert >= n_experts)
-            return fail(err, CFLOW_EINVAL, "expert %u of %u", expert, n_experts);
-        w = record_matrix(model, t->block, expert, (cflow_role)t->role);
-    }
-    for (uint32_t i = 0; i < n; i++, out += w.n_cols) {
-        const uint32_t row = first + i;
-        if (!w.stripe_rows)
-            memcpy(out, w.data, w.stripe_bytes);
-        else
-            stripe_row(w.encoding, w.data + row / w.stripe_rows * w.stripe_stride, w.stripe_rows,
-                       w.n_cols, row % w.stripe_rows, out);
-    }
+    const matrix *w = tensor_matrix(model, t);
+    if (first > w->n_rows || n > w->n_rows - first)
+        return fail(err, CFLOW_EINVAL, "rows %u and %u more of a tensor of %u", first, n,
+                    w->n_rows);
+    if (tensor_is_expert(t)) return write_expert_rows(model, t, expert, first, n, out, err);
+    write_rows(w, first, n, out);
     return CFLOW_OK;
 }

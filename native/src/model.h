@@ -4,6 +4,7 @@
 
 #include "arena.h"
 #include "cflow.h"
+#include "tier.h"
 
 /* Stands for data that exists in the file but not in memory (header_only): not NULL, never read. */
 #define WEIGHTS_ELSEWHERE ((const uint8_t *)64)
@@ -31,13 +32,14 @@ struct cflow_model {
     const cflow_tensor *tensors;         /* (n_tensors,) */
     const cflow_record *records;         /* (n_records,) */
     uint8_t *sections[CFLOW_N_SECTIONS]; /* the small sections, NULL for the banks */
-    arena weights;                       /* resident bank, then expert bank (or their f32 form) */
+    arena weights; /* resident bank, then expert bank unless it is on disk (or their f32 form) */
     const uint8_t *expert_bank;
     matrix global[CFLOW_N_ROLES];    /* the tensors of CFLOW_MODEL_LEVEL */
     matrix (*blocks)[CFLOW_N_ROLES]; /* (n_blocks, roles); the expert roles hold offsets only */
-    const uint8_t **expert_data;     /* (n_records,) start of each record in memory */
+    const uint8_t **expert_data;     /* (n_records,) start of each record in memory; NULL on disk */
     uint32_t *first_record;          /* (n_blocks + 1,) index of a block's expert 0 in records */
     plan *plan;
+    tier *tier; /* NULL: every record is in memory */
     cflow_memory memory;
     int header_only, as_f32;
 };
@@ -52,8 +54,24 @@ static inline const matrix *model_matrix(const cflow_model *m, uint32_t l, cflow
 static inline const float *matrix_vector(const matrix *w) {
     return (const float *)(const void *)w->data;
 }
-/* Expert e's matrix of an expert role in layer l. For these roles blocks[][role].data is NULL and
- * record_offset says where in a record it starts. */
-matrix model_expert(const cflow_model *m, uint32_t l, uint32_t e, cflow_role role);
+/* Expert e of layer l, as an index into records. */
+static inline uint32_t model_record(const cflow_model *m, uint32_t l, uint32_t e) {
+    return m->first_record[m->layers[l].block] + e;
+}
+/* What matrix w of an expert role is in the record that lies at `record`. For these roles
+ * blocks[][role].data is NULL. */
+static inline matrix matrix_in_record(const matrix *w, const uint8_t *record) {
+    matrix in = *w;
+    in.data = record + w->record_offset;
+    return in;
+}
+/* The status of whoever needs a record that failed. */
+static inline cflow_status record_status(tier_result result) {
+    return result == TIER_CUT || result == TIER_ALTERED ? CFLOW_EFORMAT : CFLOW_EIO;
+}
+
+/* cflow_model_open; hooks: how records are read, NULL for as usual. */
+cflow_status model_open(cflow_model **out, const cflow_model_options *options,
+                        const tier_hooks *hooks, cflow_error *err);
 
 #endif

@@ -40,8 +40,9 @@ static void select_row(const cflow_ctx *ctx, const cflow_layer *l, const float *
 }
 
 /* Counting sort of all (row, rank) by expert. */
-static void group_rows(const cflow_ctx *ctx, const cflow_layer *l, const buffer *routed, groups *g,
+static void group_rows(const cflow_ctx *ctx, uint32_t layer, const buffer *routed, groups *g,
                        uint32_t *count) {
+    const cflow_layer *l = model_layer(ctx->model, layer);
     const uint32_t n_rows = ctx->step.n_rows;
     memset(count, 0, l->n_experts * sizeof *count);
     for (uint32_t row = 0; row < n_rows; row++)
@@ -49,16 +50,15 @@ static void group_rows(const cflow_ctx *ctx, const cflow_layer *l, const buffer 
             if (routed->f[row * routed->ld + rank] >= 0)
                 count[(uint32_t)routed->f[row * routed->ld + rank]]++;
     uint32_t at = 0;
-    g->n_active = 0;
+    g->n_done = g->n_gated = g->n_ready = g->n_active = 0;
     for (uint32_t e = 0; e < l->n_experts; e++) {
-        if (!count[e]) continue;
-        g->experts[g->n_active] = e;
-        g->first[g->n_active++] = at;
         const uint32_t n = count[e];
+        if (!n) continue;
+        g->experts[g->n_active++] =
+            (active_expert){.record = model_record(ctx->model, layer, e), .first = at, .n = n};
         count[e] = at;
         at += n;
     }
-    g->first[g->n_active] = at;
     for (uint32_t row = 0; row < n_rows; row++)
         for (uint32_t rank = 0; rank < l->top_k; rank++) {
             const float id = routed->f[row * routed->ld + rank];
@@ -69,15 +69,6 @@ static void group_rows(const cflow_ctx *ctx, const cflow_layer *l, const buffer 
         }
 }
 
-static uint64_t expert_bytes(const cflow_model *m, uint32_t layer) {
-    uint64_t bytes = 0;
-    for (cflow_role role = CFLOW_EXPERT_GATE; role <= CFLOW_EXPERT_DOWN; role++) {
-        const matrix w = model_expert(m, layer, 0, role);
-        bytes += w.n_stripes * w.stripe_bytes;
-    }
-    return bytes;
-}
-
 void select_run(cflow_ctx *ctx, const op *o, int thread) {
     const cflow_layer *l = model_layer(ctx->model, (uint32_t)o->layer);
     const buffer *logits = ctx_buffer(ctx, o->in[0]), *routed = ctx_buffer(ctx, o->out[0]);
@@ -85,54 +76,62 @@ void select_run(cflow_ctx *ctx, const op *o, int thread) {
     groups *g = ctx_buffer(ctx, o->out[2])->groups;
     for (uint32_t row = 0; row < ctx->step.n_rows; row++) {
         const uint32_t asked = (uint32_t)ctx->step.rows[row].n_experts;
-        select_row(ctx, l, logits->f + row * logits->ld,
-                   asked && asked < l->top_k ? asked : l->top_k, ctx_scratch(ctx, thread),
-                   routed->f + row * routed->ld, weights->f + row * weights->ld);
+        const uint32_t k = asked && asked < l->top_k ? asked : l->top_k;
+        select_row(ctx, l, logits->f + row * logits->ld, ctx->step.row_status[row] ? 0 : k,
+                   ctx_scratch(ctx, thread), routed->f + row * routed->ld,
+                   weights->f + row * weights->ld);
     }
-    group_rows(ctx, l, routed, g, ctx_scratch(ctx, thread));
-    atomic_fetch_add(&ctx->read_bytes, g->n_active * expert_bytes(ctx->model, (uint32_t)o->layer));
+    group_rows(ctx, (uint32_t)o->layer, routed, g, ctx_scratch(ctx, thread));
+    g->weights = weights->f;
+    g->weights_ld = weights->ld;
+    waves_demand(ctx, g, ctx_scratch(ctx, thread));
 }
 
-/* ---- OP_EXPERT_GATED and OP_EXPERT_DOWN: one span is one active expert ---- */
+/* ---- OP_EXPERT_GATED and OP_EXPERT_DOWN: one span is one expert that is in the op ---- */
 
 static const groups *op_groups(const cflow_ctx *ctx, const op *o) {
     return ctx_buffer(ctx, o->in[1])->groups;
 }
 
 uint32_t expert_spans(const cflow_ctx *ctx, const op *o) {
-    return op_groups(ctx, o)->n_active;
+    const groups *g = op_groups(ctx, o);
+    return o->kind == OP_EXPERT_DOWN ? g->n_gated - g->n_done : g->n_ready - g->n_gated;
 }
 
-static matrix op_matrix(const cflow_ctx *ctx, const op *o, uint32_t index, cflow_role role) {
-    return model_expert(ctx->model, (uint32_t)o->layer, op_groups(ctx, o)->experts[index], role);
+static const active_expert *op_expert(const op *o, const groups *g, uint32_t index) {
+    return &g->experts[index + (o->kind == OP_EXPERT_DOWN ? g->n_done : g->n_gated)];
+}
+
+static matrix op_matrix(const cflow_ctx *ctx, const op *o, const active_expert *e,
+                        cflow_role role) {
+    return matrix_in_record(model_matrix(ctx->model, (uint32_t)o->layer, role), e->bytes);
 }
 
 span expert_span(const cflow_ctx *ctx, const op *o, uint32_t index) {
-    const groups *g = op_groups(ctx, o);
-    const uint64_t m = g->first[index + 1] - g->first[index];
+    const active_expert *e = op_expert(o, op_groups(ctx, o), index);
     if (o->kind == OP_EXPERT_DOWN) {
-        const matrix down = op_matrix(ctx, o, index, CFLOW_EXPERT_DOWN);
-        return (span){matrix_units(&down), m * matrix_unit_bytes(&down)};
+        const matrix down = op_matrix(ctx, o, e, CFLOW_EXPERT_DOWN);
+        return (span){matrix_units(&down), e->n * matrix_unit_bytes(&down)};
     }
-    const matrix gate = op_matrix(ctx, o, index, CFLOW_EXPERT_GATE);
-    const matrix up = op_matrix(ctx, o, index, CFLOW_EXPERT_UP);
-    return (span){matrix_units(&gate), m * (matrix_unit_bytes(&gate) + matrix_unit_bytes(&up))};
+    const matrix gate = op_matrix(ctx, o, e, CFLOW_EXPERT_GATE);
+    const matrix up = op_matrix(ctx, o, e, CFLOW_EXPERT_UP);
+    return (span){matrix_units(&gate), e->n * (matrix_unit_bytes(&gate) + matrix_unit_bytes(&up))};
 }
 
 void expert_run(const cflow_ctx *ctx, const op *o, uint32_t index, uint32_t first, uint32_t end,
                 int thread) {
     const groups *g = op_groups(ctx, o);
-    const uint32_t m = g->first[index + 1] - g->first[index];
-    const int32_t *rows = g->rows + g->first[index], *slots = g->slots + g->first[index];
+    const active_expert *e = op_expert(o, g, index);
+    const int32_t *rows = g->rows + e->first, *slots = g->slots + e->first;
     const activations x = buffer_activations(ctx_buffer(ctx, o->in[0]));
     const buffer *y = ctx_buffer(ctx, o->out[0]);
     if (o->kind == OP_EXPERT_DOWN) {
-        const matrix down = op_matrix(ctx, o, index, CFLOW_EXPERT_DOWN);
-        multiply(ctx, &down, first, end, x, slots, m, slots, y->f + first * UNIT, y->ld);
+        const matrix down = op_matrix(ctx, o, e, CFLOW_EXPERT_DOWN);
+        multiply(ctx, &down, first, end, x, slots, e->n, slots, y->f + first * UNIT, y->ld);
         return;
     }
-    const matrix gate = op_matrix(ctx, o, index, CFLOW_EXPERT_GATE);
-    const matrix up = op_matrix(ctx, o, index, CFLOW_EXPERT_UP);
+    const matrix gate = op_matrix(ctx, o, e, CFLOW_EXPERT_GATE);
+    const matrix up = op_matrix(ctx, o, e, CFLOW_EXPERT_UP);
     multiply_gated(ctx, model_layer(ctx->model, (uint32_t)o->layer), &gate, &up, first, end, x,
-                   rows, m, slots, y, thread);
+                   rows, e->n, slots, y, thread);
 }

@@ -200,18 +200,18 @@ static void build_experts(builder *b, uint32_t layer, uint32_t stream, const cha
     if (l->shared_gate) out->shared_scale = route->pieces[1].out;
     if (l->d_shared) out->shared = build_ffn(b, PART_EXPERTS, layer, x, shared_roles, shared_names);
 
-    const matrix gate = model_expert(b->m, layer, 0, CFLOW_EXPERT_GATE);
-    const matrix up = model_expert(b->m, layer, 0, CFLOW_EXPERT_UP);
-    const matrix down = model_expert(b->m, layer, 0, CFLOW_EXPERT_DOWN);
+    const matrix *gate = model_matrix(b->m, layer, CFLOW_EXPERT_GATE);
+    const matrix *up = model_matrix(b->m, layer, CFLOW_EXPERT_UP);
+    const matrix *down = model_matrix(b->m, layer, CFLOW_EXPERT_DOWN);
     op *gated = build_expert_op(b, OP_EXPERT_GATED, layer, "expert_gate_up", x, select->out[2],
                                 "expert_hidden", l->d_expert);
-    gated->bytes = l->top_k * (matrix_bytes(&gate) + matrix_bytes(&up));
-    read_by(b, x, &gate);
-    read_by(b, x, &up);
-    read_by(b, gated->out[0], &down);
+    gated->bytes = l->top_k * (matrix_bytes(gate) + matrix_bytes(up));
+    read_by(b, x, gate);
+    read_by(b, x, up);
+    read_by(b, gated->out[0], down);
     op *last = build_expert_op(b, OP_EXPERT_DOWN, layer, "expert_down", gated->out[0],
                                select->out[2], "expert_each", b->m->header.d_model);
-    last->bytes = l->top_k * matrix_bytes(&down);
+    last->bytes = l->top_k * matrix_bytes(down);
     out->each = last->out[0];
 }
 
@@ -360,8 +360,11 @@ static double closed_form(const builder *b) {
 
 static void find_lives(builder *b) {
     plan *p = b->p;
-    for (uint32_t v = 0; v < p->n_values; v++)
-        p->values[v].first_stage = p->values[v].last_stage = p->ops[b->made_by[v]].stage;
+    for (uint32_t v = 0; v < p->n_values; v++) {
+        const op *o = &p->ops[b->made_by[v]];
+        p->values[v].first_stage = p->values[v].last_stage = o->stage;
+        if (o->kind == OP_EXPERT_DOWN) p->values[v].first_stage--; /* its first waves are early */
+    }
     for (uint32_t i = 0; i < p->n_ops; i++)
         for (uint32_t k = 0; k < n_inputs(&p->ops[i]); k++) {
             const uint32_t v = input(&p->ops[i], k);

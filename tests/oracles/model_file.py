@@ -71,6 +71,10 @@ class ModelFile:
         records = layout.iter_unpack(self._section(index))
         return [dict(zip(names, values, strict=True)) for values in records]
 
+    def record_offset(self, block: int, expert: int) -> int:
+        """Of an expert's record, from the start of the file."""
+        return int(self.sections[8][0] + self._experts[block, expert]["offset"])
+
     def has(self, block: int, role: str) -> bool:
         return (block, role) in self._tensors
 

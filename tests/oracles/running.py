@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cflow.engine.native import Context, Model, Row, const
+from cflow.engine.native import Context, ExpertOptions, Model, Row, const
 
 KV_BLOCK = 32
 Logits = NDArray[np.float32]
@@ -19,6 +19,7 @@ def opened(
     path: Path,
     *,
     as_f32: bool = False,
+    experts: ExpertOptions | None = None,
     max_context: int = 512,
     n_sequences: int = 4,
     **options: Any,
@@ -26,7 +27,7 @@ def opened(
     """A context whose sequence i owns the i-th run of KV blocks, for prompts up to max_context."""
     n_blocks = -(-max_context // KV_BLOCK)
     options = {"threads": 2, "kv_type": "f32" if as_f32 else "f16"} | options
-    model = Model(str(path), threads=2, as_f32=as_f32)
+    model = Model(str(path), threads=2, as_f32=as_f32, experts=experts)
     context = Context(
         model,
         max_rows=64,

@@ -1,0 +1,790 @@
+/* One lock over everything but the bytes; I/O threads sleep on `work`, callers on `settled`. */
+#include "tier.h"
+
+#include <errno.h>
+#include <math.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "arena.h"
+#include "kernels.h"
+#include "status.h"
+
+enum { MAX_THREADS = 64, MAX_TIMEOUT_S = 1000000, MIN_BYTES_PER_S = 1000 };
+enum { FIRST_LATENCY_NS = 64000 };
+
+#define NONE UINT32_MAX
+#define CREDIT_S 1e-3 /* how far a bounded reader may catch up: a timer's lateness, not a burst */
+
+typedef enum { ABSENT, QUEUED, LOADING, RESIDENT, FAILED } state;
+
+typedef struct { /* of records, through entry.before and after */
+    uint32_t first, last, n;
+} list;
+
+typedef struct {
+    tier_record file;
+    state state;
+    tier_result fault; /* FAILED: until everybody it concerns has heard */
+    list *in;          /* QUEUED, RESIDENT: which list; else NULL */
+    uint32_t before, after;
+    uint32_t slot;    /* LOADING, RESIDENT */
+    uint32_t pins;    /* acquired, not released */
+    uint32_t demands; /* not yet acquired */
+    uint32_t waiters;
+    int speculative; /* asked for by speculation, not demanded so far */
+    int warming;     /* QUEUED, LOADING: by the warm start */
+    int overdue;     /* LOADING: counted as timed out */
+    double started;  /* LOADING */
+    uint64_t uses;
+} entry;
+
+typedef struct { /* an I/O thread */
+    tier *tier;
+    pthread_t thread;
+    uint32_t record; /* being read, or NONE */
+    int left;
+} reader;
+
+struct tier {
+    pthread_mutex_t lock;
+    pthread_cond_t work;    /* something to read, or room for it, or the end */
+    pthread_cond_t settled; /* a read ended */
+    file file;
+    tier_options options;
+    uint32_t (*crc32c)(uint32_t crc, const void *data, size_t bytes);
+    entry *entries; /* (n_records,) */
+    uint32_t n_records;
+    list demanded, speculated; /* QUEUED, in the order of asking */
+    list used;                 /* RESIDENT, the least recently used first */
+    arena memory;
+    size_t slot_bytes;
+    uint32_t n_slots, n_free;
+    uint32_t *free_slots; /* (n_slots,) */
+    reader *readers;      /* (n_threads,) */
+    int n_started;
+    int n_readers; /* started and not left */
+    int closing;
+    int abandoned;      /* tier_close went without the readers that are stuck */
+    double next_read_s; /* not earlier, for max_bytes_per_s */
+    tier_stats stats;
+};
+
+/* ---- time ---- */
+
+static double monotonic_s(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
+static double now_s(const tier *t) {
+    return t->options.hooks.now ? t->options.hooks.now(t->options.hooks.arg) : monotonic_s();
+}
+
+static void sleep_on(tier *t, pthread_cond_t *cond, double seconds) {
+    const double end = monotonic_s() + fmin(seconds, MAX_TIMEOUT_S);
+    const struct timespec until = {.tv_sec = (time_t)end,
+                                   .tv_nsec = (long)((end - floor(end)) * 1e9)};
+    pthread_cond_timedwait(cond, &t->lock, &until);
+}
+
+/* When a wait for the record is given up: its own read has been out for timeout_s; or it is queued
+ * behind readers that all have. */
+static double deadline_s(const tier *t, const entry *e) {
+    if (e->state == LOADING) return e->started + t->options.timeout_s;
+    double latest = 0;
+    for (int i = 0; i < t->options.n_threads; i++) {
+        const uint32_t r = t->readers[i].record;
+        if (r == NONE) return INFINITY;
+        latest = fmax(latest, t->entries[r].started);
+    }
+    return latest + t->options.timeout_s;
+}
+
+/* ---- lists ---- */
+
+static void append(tier *t, list *l, uint32_t record) {
+    entry *e = &t->entries[record];
+    e->in = l;
+    e->before = l->last;
+    e->after = NONE;
+    *(l->last == NONE ? &l->first : &t->entries[l->last].after) = record;
+    l->last = record;
+    l->n++;
+}
+
+static void take_out(tier *t, uint32_t record) {
+    entry *e = &t->entries[record];
+    list *l = e->in;
+    *(e->before == NONE ? &l->first : &t->entries[e->before].after) = e->after;
+    *(e->after == NONE ? &l->last : &t->entries[e->after].before) = e->before;
+    e->in = NULL;
+    l->n--;
+}
+
+static void move(tier *t, list *to, uint32_t record) {
+    take_out(t, record);
+    append(t, to, record);
+}
+
+static void wake_readers(tier *t) {
+    if (t->demanded.n || t->speculated.n) pthread_cond_broadcast(&t->work);
+}
+
+/* ---- slots ---- */
+
+static int is_idle(const entry *e) {
+    return !e->pins && !e->demands && !e->waiters;
+}
+
+/* The policy, all of it: which record gives way, or NONE if none can. */
+static uint32_t choose_victim(const tier *t) {
+    uint32_t r = t->used.first;
+    while (r != NONE && !is_idle(&t->entries[r])) r = t->entries[r].after;
+    return r;
+}
+
+/* What is demanded for later gives way to what somebody waits for now: the latest of it. */
+static uint32_t choose_demanded(const tier *t) {
+    uint32_t r = t->used.last;
+    while (r != NONE && (t->entries[r].pins || t->entries[r].waiters)) r = t->entries[r].before;
+    return r;
+}
+
+static void enqueue(tier *t, list *l, uint32_t record) {
+    t->entries[record].state = QUEUED;
+    append(t, l, record);
+}
+
+static void end_speculation(entry *e, uint64_t *outcome) {
+    if (!e->speculative) return;
+    e->speculative = 0;
+    ++*outcome;
+}
+
+static uint32_t evict(tier *t, uint32_t record) {
+    entry *e = &t->entries[record];
+    take_out(t, record);
+    e->state = ABSENT;
+    t->stats.evictions++;
+    end_speculation(e, &t->stats.wasted);
+    if (e->demands) {
+        t->stats.extra_reads++;
+        enqueue(t, &t->demanded, record);
+    }
+    return e->slot;
+}
+
+static uint32_t find_slot(tier *t, const entry *asker) {
+    if (t->n_free) return t->free_slots[--t->n_free];
+    uint32_t victim = choose_victim(t);
+    if (victim == NONE && asker->waiters) victim = choose_demanded(t);
+    return victim == NONE ? NONE : evict(t, victim);
+}
+
+static uint8_t *slot_data(const tier *t, uint32_t slot) {
+    return t->memory.base + slot * t->slot_bytes;
+}
+
+/* ---- reading ---- */
+
+static ssize_t read_some(const tier *t, int fd, uint8_t *out, size_t n, uint64_t offset) {
+    const tier_hooks *h = &t->options.hooks;
+    return h->read ? h->read(h->arg, fd, out, n, (off_t)offset) : pread(fd, out, n, (off_t)offset);
+}
+
+int tier_is_direct(const tier *t) {
+    return !t->options.cached && file_is_direct(&t->file);
+}
+
+/* A read that stopped in the middle goes on; from an odd place only a buffered one can. */
+static tier_result read_record(tier *t, const tier_record *r, uint8_t *out) {
+    for (uint64_t done = 0; done < r->bytes;) {
+        const int direct = tier_is_direct(t) && done % FILE_PAGE == 0;
+        const ssize_t got = read_some(t, direct ? t->file.direct_fd : t->file.fd, out + done,
+                                      r->bytes - done, r->offset + done);
+        if (got > 0)
+            done += (uint64_t)got;
+        else if (got == 0)
+            return TIER_CUT;
+        else if (errno == EINVAL && direct)
+            atomic_store(&t->file.refused, 1);
+        else if (errno != EINTR)
+            return TIER_EIO;
+    }
+    return t->crc32c(0, out, r->bytes) == r->crc ? TIER_OK : TIER_ALTERED;
+}
+
+/* The most urgent queued record, or NONE. */
+static uint32_t next_read(const tier *t) {
+    for (uint32_t r = t->demanded.first; r != NONE; r = t->entries[r].after)
+        if (t->entries[r].waiters) return r;
+    return t->demanded.n ? t->demanded.first : t->speculated.first;
+}
+
+/* Finds the reader something to do; 0 after having slept, as all may be different now. */
+static int begin_read(tier *t, reader *self) {
+    const double rate = t->options.max_bytes_per_s, now = now_s(t);
+    const uint32_t r = next_read(t);
+    if (r != NONE && rate > 0 && t->next_read_s > now) {
+        sleep_on(t, &t->work, t->next_read_s - now);
+        return 0;
+    }
+    const uint32_t slot = r == NONE ? NONE : find_slot(t, &t->entries[r]);
+    if (slot == NONE) {
+        pthread_cond_wait(&t->work, &t->lock);
+        return 0;
+    }
+    entry *e = &t->entries[r];
+    take_out(t, r);
+    e->state = LOADING;
+    e->slot = slot;
+    e->started = now;
+    self->record = r;
+    t->stats.speculated += e->speculative != 0;
+    if (rate > 0)
+        t->next_read_s = fmax(t->next_read_s, now - CREDIT_S) + (double)e->file.bytes / rate;
+    return 1;
+}
+
+static void count_read(tier *t, const entry *e, tier_result result) {
+    const uint64_t ns = (uint64_t)(1e9 * fmax(now_s(t) - e->started, 0));
+    uint32_t bucket = 0;
+    while (bucket < TIER_LATENCIES - 1 && ns >= (uint64_t)FIRST_LATENCY_NS << bucket) bucket++;
+    t->stats.read_ns += ns;
+    t->stats.latencies[bucket]++;
+    if (result) t->stats.failed[result]++;
+    if (result && result != TIER_ALTERED) return;
+    if (e->warming) {
+        t->stats.warm_bytes += e->file.bytes;
+        return;
+    }
+    t->stats.reads++;
+    t->stats.disk_bytes += e->file.bytes;
+}
+
+/* When nobody has a use for it any more, a failure is forgotten and a demand not read. */
+static void settle(tier *t, uint32_t record) {
+    entry *e = &t->entries[record];
+    if (e->demands || e->waiters) return;
+    if (e->state == QUEUED && e->in == &t->demanded) {
+        take_out(t, record);
+        e->warming = 0;
+        e->state = ABSENT;
+    }
+    if (e->state == FAILED) e->state = ABSENT;
+}
+
+static void end_read(tier *t, reader *self, tier_result result) {
+    const uint32_t r = self->record;
+    entry *e = &t->entries[r];
+    self->record = NONE;
+    count_read(t, e, result);
+    e->overdue = e->warming = 0;
+    if (result) {
+        t->free_slots[t->n_free++] = e->slot;
+        e->state = FAILED;
+        e->fault = result;
+        end_speculation(e, &t->stats.wasted);
+        settle(t, r);
+    } else {
+        e->state = RESIDENT;
+        append(t, &t->used, r);
+    }
+    pthread_cond_broadcast(&t->settled);
+    wake_readers(t);
+}
+
+static void tier_free(tier *t) {
+    pthread_cond_destroy(&t->work);
+    pthread_cond_destroy(&t->settled);
+    pthread_mutex_destroy(&t->lock);
+    file_close(&t->file);
+    arena_close(&t->memory);
+    memory_free(t->entries);
+    memory_free(t->free_slots);
+    memory_free(t->readers);
+    memory_free(t);
+}
+
+static void *run_reader(void *arg) {
+    reader *self = arg;
+    tier *t = self->tier;
+    pthread_mutex_lock(&t->lock);
+    while (!t->closing) {
+        if (!begin_read(t, self)) continue;
+        const entry *e = &t->entries[self->record];
+        uint8_t *out = slot_data(t, e->slot);
+        pthread_mutex_unlock(&t->lock);
+        const tier_result result = read_record(t, &e->file, out);
+        pthread_mutex_lock(&t->lock);
+        end_read(t, self, result);
+    }
+    self->left = 1;
+    t->n_readers--;
+    pthread_cond_broadcast(&t->settled);
+    const int is_last = t->abandoned && !t->n_readers;
+    pthread_mutex_unlock(&t->lock);
+    if (is_last) tier_free(t);
+    return NULL;
+}
+
+/* ---- asking ---- */
+
+static void end_demand(tier *t, uint32_t record) {
+    entry *e = &t->entries[record];
+    if (e->demands) e->demands--;
+    settle(t, record);
+}
+
+/* Somebody needs it: speculation has come true, early enough or not. 1 if there was any. */
+static int claim_speculation(tier *t, uint32_t record) {
+    entry *e = &t->entries[record];
+    if (!e->speculative) return 0;
+    if (e->state == QUEUED) {
+        t->stats.speculated++;
+        move(t, &t->demanded, record);
+    }
+    end_speculation(e, e->state == RESIDENT ? &t->stats.useful : &t->stats.late);
+    return 1;
+}
+
+/* 1 if its bytes come from the disk because of this. */
+static int demand(tier *t, uint32_t record) {
+    entry *e = &t->entries[record];
+    const int is_absent = e->state == ABSENT || e->state == FAILED;
+    const int is_missed = claim_speculation(t, record) || is_absent;
+    e->uses++;
+    e->demands++;
+    if (is_absent) enqueue(t, &t->demanded, record);
+    if (e->state == RESIDENT) move(t, &t->used, record);
+    ++*(is_missed ? &t->stats.misses : &t->stats.hits);
+    return is_missed;
+}
+
+void tier_demand(tier *t, const uint32_t *records, uint32_t n, uint8_t *missed) {
+    pthread_mutex_lock(&t->lock);
+    for (uint32_t i = 0; i < n; i++) {
+        const int is_missed = demand(t, records[i]);
+        if (missed) missed[i] = (uint8_t)is_missed;
+    }
+    wake_readers(t);
+    pthread_mutex_unlock(&t->lock);
+}
+
+static void drop_speculation(tier *t) {
+    while (t->speculated.n) {
+        entry *e = &t->entries[t->speculated.first];
+        take_out(t, t->speculated.first);
+        e->state = ABSENT;
+        e->speculative = 0;
+    }
+}
+
+void tier_speculate(tier *t, const uint32_t *records, uint32_t n) {
+    pthread_mutex_lock(&t->lock);
+    drop_speculation(t);
+    for (uint32_t i = 0; i < n; i++) {
+        entry *e = &t->entries[records[i]];
+        if (e->state != ABSENT) continue;
+        e->speculative = 1;
+        enqueue(t, &t->speculated, records[i]);
+    }
+    wake_readers(t);
+    pthread_mutex_unlock(&t->lock);
+}
+
+void tier_withdraw(tier *t) {
+    pthread_mutex_lock(&t->lock);
+    drop_speculation(t);
+    for (uint32_t r = 0; r < t->n_records; r++) {
+        t->entries[r].demands = 0;
+        settle(t, r);
+    }
+    wake_readers(t);
+    pthread_mutex_unlock(&t->lock);
+}
+
+/* ---- acquiring ---- */
+
+static const uint8_t *pin(tier *t, uint32_t record) {
+    entry *e = &t->entries[record];
+    claim_speculation(t, record);
+    e->pins++;
+    end_demand(t, record);
+    return slot_data(t, e->slot);
+}
+
+static void unpin(tier *t, uint32_t record) {
+    t->entries[record].pins--;
+    move(t, &t->used, record);
+    wake_readers(t);
+}
+
+static void begin_wait(tier *t, uint32_t record) {
+    entry *e = &t->entries[record];
+    if (e->state == QUEUED || e->state == LOADING) claim_speculation(t, record);
+    e->waiters++;
+    if (e->state != ABSENT) return;
+    t->stats.extra_reads++;
+    enqueue(t, &t->demanded, record);
+}
+
+static void end_wait(tier *t, uint32_t record) {
+    t->entries[record].waiters--;
+    settle(t, record);
+}
+
+static void time_out(tier *t, entry *e) {
+    if (!e->overdue) t->stats.failed[TIER_TIMED_OUT]++;
+    e->overdue = e->state == LOADING;
+}
+
+/* One look at the records: 1 if one is there or failed, with *result; else when to look again. */
+static int look(tier *t, const uint32_t *records, uint32_t n, double now, uint32_t *which,
+                const uint8_t **bytes, tier_result *result, double *again) {
+    *again = now + t->options.timeout_s; /* a deadline may begin while we sleep */
+    for (uint32_t i = 0; i < n; i++) {
+        entry *e = &t->entries[records[i]];
+        *which = i;
+        *result = TIER_OK;
+        if (e->state == RESIDENT) {
+            *bytes = pin(t, records[i]);
+            return 1;
+        }
+        if (e->state == FAILED) {
+            *result = e->fault;
+        } else {
+            const double deadline = deadline_s(t, e);
+            *again = fmin(*again, deadline);
+            if (now < deadline) continue;
+            *result = TIER_TIMED_OUT;
+            time_out(t, e);
+        }
+        end_demand(t, records[i]);
+        return 1;
+    }
+    return 0;
+}
+
+static tier_result wait_for_any(tier *t, const uint32_t *records, uint32_t n,
+                                const atomic_int *cancel, uint32_t *which, const uint8_t **bytes,
+                                double *slept) {
+    tier_result result;
+    double again;
+    const double began = now_s(t);
+    for (double now = began;; now = now_s(t)) {
+        *slept = now - began;
+        if (look(t, records, n, now, which, bytes, &result, &again)) return result;
+        if (cancel && atomic_load(cancel)) return TIER_CANCELLED;
+        sleep_on(t, &t->settled, again - now);
+    }
+}
+
+static tier_result acquire(tier *t, const uint32_t *records, uint32_t n, const atomic_int *cancel,
+                           uint32_t *which, const uint8_t **bytes, double *slept) {
+    for (uint32_t i = 0; i < n; i++) begin_wait(t, records[i]);
+    wake_readers(t);
+    const tier_result result = wait_for_any(t, records, n, cancel, which, bytes, slept);
+    for (uint32_t i = 0; i < n; i++) end_wait(t, records[i]);
+    wake_readers(t);
+    return result;
+}
+
+tier_result tier_acquire(tier *t, const uint32_t *records, uint32_t n, const atomic_int *cancel,
+                         uint32_t *which, const uint8_t **bytes) {
+    double slept;
+    *bytes = NULL;
+    pthread_mutex_lock(&t->lock);
+    const tier_result result = acquire(t, records, n, cancel, which, bytes, &slept);
+    t->stats.stall_ns += (uint64_t)(1e9 * fmax(slept, 0));
+    pthread_mutex_unlock(&t->lock);
+    return result;
+}
+
+const uint8_t *tier_try_acquire(tier *t, uint32_t record) {
+    pthread_mutex_lock(&t->lock);
+    const uint8_t *bytes = t->entries[record].state == RESIDENT ? pin(t, record) : NULL;
+    pthread_mutex_unlock(&t->lock);
+    return bytes;
+}
+
+void tier_release(tier *t, uint32_t record) {
+    pthread_mutex_lock(&t->lock);
+    unpin(t, record);
+    pthread_mutex_unlock(&t->lock);
+}
+
+void tier_interrupt(tier *t) {
+    pthread_mutex_lock(&t->lock);
+    pthread_cond_broadcast(&t->settled);
+    pthread_mutex_unlock(&t->lock);
+}
+
+const char *tier_result_text(tier_result result) {
+    static const char *const texts[TIER_N_RESULTS] = {
+        "it is resident",
+        "the operating system failed the read",
+        "the file ends inside it",
+        "its checksum is wrong: its bytes were altered",
+        "the disk did not answer in time",
+        "the wait was cancelled",
+    };
+    return texts[result];
+}
+
+/* ---- warm start ---- */
+
+typedef struct {
+    uint64_t key;
+    uint32_t record;
+} ranked;
+
+static int by_key(const void *a, const void *b) {
+    const uint64_t x = ((const ranked *)a)->key, y = ((const ranked *)b)->key;
+    return (x > y) - (x < y);
+}
+
+/* The most used records, as many as there are slots, in the file's order. */
+static uint32_t choose_warm(const tier *t, const uint64_t *uses, ranked *chosen) {
+    uint32_t n = 0;
+    for (uint32_t r = 0; r < t->n_records; r++)
+        if (uses[r]) chosen[n++] = (ranked){.key = UINT64_MAX - uses[r], .record = r};
+    qsort(chosen, n, sizeof *chosen, by_key);
+    if (n > t->n_slots) n = t->n_slots;
+    for (uint32_t i = 0; i < n; i++) chosen[i].key = t->entries[chosen[i].record].file.offset;
+    qsort(chosen, n, sizeof *chosen, by_key);
+    return n;
+}
+
+static uint64_t ask_warm(tier *t, const ranked *chosen, uint32_t n) {
+    uint64_t bytes = 0;
+    for (uint32_t i = 0; i < n; i++) {
+        entry *e = &t->entries[chosen[i].record];
+        e->demands++;
+        bytes += e->file.bytes;
+        if (e->state != ABSENT) continue;
+        e->warming = 1;
+        enqueue(t, &t->demanded, chosen[i].record);
+    }
+    wake_readers(t);
+    return bytes;
+}
+
+static cflow_status warm(tier *t, const ranked *chosen, uint32_t n, cflow_progress *progress,
+                         cflow_error *err) {
+    cflow_progress unwatched = {0}, *p = progress ? progress : &unwatched;
+    uint32_t i = 0, which;
+    const uint8_t *bytes;
+    double slept;
+    __atomic_store_n(&p->total_bytes, ask_warm(t, chosen, n), __ATOMIC_RELAXED);
+    for (; i < n && !__atomic_load_n(&p->cancel, __ATOMIC_RELAXED); i++) {
+        const uint32_t r = chosen[i].record;
+        if (acquire(t, &r, 1, NULL, &which, &bytes, &slept) == TIER_OK) unpin(t, r);
+        __atomic_fetch_add(&p->done_bytes, t->entries[r].file.bytes, __ATOMIC_RELAXED);
+    }
+    if (i == n) return CFLOW_OK;
+    for (; i < n; i++) end_demand(t, chosen[i].record);
+    return fail(err, CFLOW_ECANCELLED, "cancelled");
+}
+
+cflow_status tier_warm(tier *t, const uint64_t *uses, cflow_progress *progress, cflow_error *err) {
+    ranked *chosen = memory_zeroed(t->n_records, sizeof *chosen);
+    if (!chosen) return fail(err, CFLOW_ENOMEM, "no memory to order %u records", t->n_records);
+    pthread_mutex_lock(&t->lock);
+    for (uint32_t r = 0; r < t->n_records; r++) t->entries[r].uses += uses[r];
+    const cflow_status status = warm(t, chosen, choose_warm(t, uses, chosen), progress, err);
+    pthread_mutex_unlock(&t->lock);
+    memory_free(chosen);
+    return status;
+}
+
+/* ---- accounts ---- */
+
+void tier_uses(tier *t, uint64_t *uses) {
+    pthread_mutex_lock(&t->lock);
+    for (uint32_t r = 0; r < t->n_records; r++) uses[r] = t->entries[r].uses;
+    pthread_mutex_unlock(&t->lock);
+}
+
+void tier_get_stats(tier *t, tier_stats *out) {
+    pthread_mutex_lock(&t->lock);
+    *out = t->stats;
+    out->n_resident = t->used.n;
+    const double now = now_s(t);
+    for (int i = 0; i < t->options.n_threads; i++) {
+        const uint32_t r = t->readers[i].record;
+        if (r == NONE) continue;
+        out->n_loading++;
+        out->n_overdue += now >= deadline_s(t, &t->entries[r]);
+    }
+    pthread_mutex_unlock(&t->lock);
+}
+
+uint32_t tier_slots(const tier *t) {
+    return t->n_slots;
+}
+
+uint64_t tier_slot_bytes(const tier *t) {
+    return t->slot_bytes;
+}
+
+uint64_t tier_huge_bytes(const tier *t) {
+    return arena_huge_bytes(&t->memory);
+}
+
+/* ---- life ---- */
+
+static cflow_status check_options(const tier_options *o, cflow_error *err) {
+    if (o->n_threads < 1 || o->n_threads > MAX_THREADS)
+        return fail(err, CFLOW_EINVAL, "%d I/O threads; an expert cache has 1 to %d", o->n_threads,
+                    MAX_THREADS);
+    if (!(o->timeout_s > 0 && o->timeout_s <= MAX_TIMEOUT_S))
+        return fail(err, CFLOW_EINVAL,
+                    "a read times out after %g s; it must be above 0, at most %d", o->timeout_s,
+                    MAX_TIMEOUT_S);
+    if (!(o->max_bytes_per_s == 0 || o->max_bytes_per_s >= MIN_BYTES_PER_S))
+        return fail(err, CFLOW_EINVAL, "a bound of %g bytes a second; 0 for none, or at least %d",
+                    o->max_bytes_per_s, MIN_BYTES_PER_S);
+    return CFLOW_OK;
+}
+
+static cflow_status set_records(tier *t, const tier_record *records, uint32_t n_records,
+                                cflow_error *err) {
+    t->entries = memory_zeroed(n_records, sizeof *t->entries);
+    if (!t->entries) return fail(err, CFLOW_ENOMEM, "no memory for %u records", n_records);
+    t->n_records = n_records;
+    for (uint32_t r = 0; r < n_records; r++) {
+        const tier_record *in = &records[r];
+        if (!in->bytes || in->bytes % FILE_PAGE || in->offset % FILE_PAGE ||
+            in->offset > INT64_MAX || in->bytes > INT64_MAX - in->offset)
+            return fail(err, CFLOW_EINVAL,
+                        "record %u: %llu bytes at %llu; both must be multiples of %d, below 2^63",
+                        r, (unsigned long long)in->bytes, (unsigned long long)in->offset,
+                        FILE_PAGE);
+        t->entries[r].file = *in;
+        if (t->slot_bytes < in->bytes) t->slot_bytes = in->bytes;
+    }
+    return CFLOW_OK;
+}
+
+static cflow_status take_slots(tier *t, cflow_error *err) {
+    const uint64_t budget = t->options.budget_bytes, n = budget / t->slot_bytes;
+    const uint32_t threads = (uint32_t)t->options.n_threads;
+    const uint32_t least = t->n_records < threads + 1 ? t->n_records : threads + 1;
+    if (n < least)
+        return fail(err, CFLOW_EINVAL,
+                    "an expert cache of %llu bytes holds %llu records of %zu bytes; with %u I/O "
+                    "threads it must hold %u: %llu bytes",
+                    (unsigned long long)budget, (unsigned long long)n, t->slot_bytes, threads,
+                    least, (unsigned long long)least * t->slot_bytes);
+    t->n_slots = t->n_free = n < t->n_records ? (uint32_t)n : t->n_records;
+    t->free_slots = memory_zeroed(t->n_slots, sizeof *t->free_slots);
+    if (!t->free_slots) return fail(err, CFLOW_ENOMEM, "no memory for %u slots", t->n_slots);
+    for (uint32_t i = 0; i < t->n_slots; i++) t->free_slots[i] = t->n_slots - 1 - i;
+    return arena_open(&t->memory, t->n_slots * t->slot_bytes, "the expert cache", err);
+}
+
+/* Signals belong to the threads of the caller. */
+static cflow_status start_readers(tier *t, cflow_error *err) {
+    const int n = t->options.n_threads;
+    t->readers = memory_zeroed((size_t)n, sizeof *t->readers);
+    if (!t->readers) return fail(err, CFLOW_ENOMEM, "no memory for %d I/O threads", n);
+    for (int i = 0; i < n; i++) t->readers[i] = (reader){.tier = t, .record = NONE};
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    pthread_mutex_lock(&t->lock);
+    int code = 0;
+    while (t->n_started < n && !code) {
+        reader *r = &t->readers[t->n_started];
+        code = pthread_create(&r->thread, NULL, run_reader, r);
+        if (!code) t->n_started++;
+    }
+    t->n_readers = t->n_started;
+    pthread_mutex_unlock(&t->lock);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (!code) return CFLOW_OK;
+    return fail(err, CFLOW_ENOMEM, "cannot start I/O thread %d of %d: %s", t->n_started + 1, n,
+                strerror(code));
+}
+
+static void open_locks(tier *t) {
+    pthread_condattr_t monotonic;
+    pthread_condattr_init(&monotonic);
+    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
+    pthread_mutex_init(&t->lock, NULL);
+    pthread_cond_init(&t->work, &monotonic);
+    pthread_cond_init(&t->settled, &monotonic);
+    pthread_condattr_destroy(&monotonic);
+}
+
+cflow_status tier_open(tier **out, file *f, const tier_record *records, uint32_t n_records,
+                       const tier_options *options, cflow_error *err) {
+    *out = NULL;
+    cflow_status status = check_options(options, err);
+    if (status) return status;
+    if (!n_records) return fail(err, CFLOW_EINVAL, "an expert cache of no records");
+    tier *t = memory_zeroed(1, sizeof *t);
+    if (!t) return fail(err, CFLOW_ENOMEM, "no memory for an expert cache");
+    const list empty = {.first = NONE, .last = NONE};
+    const file closed = {.fd = -1, .direct_fd = -1};
+    kernels k;
+    kernels_select(&k, NULL);
+    t->crc32c = k.crc32c;
+    t->options = *options;
+    t->demanded = t->speculated = t->used = empty;
+    t->file = closed;
+    open_locks(t);
+    status = set_records(t, records, n_records, err);
+    if (!status) status = take_slots(t, err);
+    if (!status) status = start_readers(t, err);
+    if (status) {
+        tier_close(t);
+        return status;
+    }
+    t->file = *f; /* readers look at it after the first demand */
+    *f = closed;
+    *out = t;
+    return CFLOW_OK;
+}
+
+/* 1 once every reader has left or is stuck; else when to look again. */
+static int readers_are_out(const tier *t, double now, double *again) {
+    *again = now + t->options.timeout_s;
+    int out = 1;
+    for (int i = 0; i < t->n_started; i++) {
+        const reader *r = &t->readers[i];
+        if (r->left) continue;
+        const double deadline =
+            r->record == NONE ? INFINITY : deadline_s(t, &t->entries[r->record]);
+        *again = fmin(*again, deadline);
+        out &= now >= deadline;
+    }
+    return out;
+}
+
+void tier_close(tier *t) {
+    if (!t) return;
+    double again;
+    pthread_mutex_lock(&t->lock);
+    t->closing = 1;
+    pthread_cond_broadcast(&t->work);
+    for (double now = now_s(t); !readers_are_out(t, now, &again); now = now_s(t))
+        sleep_on(t, &t->settled, again - now);
+    for (int i = 0; i < t->n_started; i++) {
+        if (t->readers[i].left)
+            pthread_join(t->readers[i].thread, NULL);
+        else
+            pthread_detach(t->readers[i].thread);
+    }
+    t->abandoned = t->n_readers != 0;
+    const int is_last = !t->abandoned;
+    pthread_mutex_unlock(&t->lock);
+    if (is_last) tier_free(t);
+}

@@ -1,0 +1,142 @@
+/* The expert tier: a byte-budgeted cache in RAM of records of one file, read as they are needed.
+ *
+ *     tier_demand(t, records, n, missed);                           the router has spoken
+ *     ...                                                           compute hides the reads
+ *     tier_acquire(t, records, n, &cancel, &which, &bytes);         any of them, waits, pins
+ *     tier_release(t, records[which]);
+ *
+ * A record is absent, queued, loading or resident. It lies in one slot, all of one size, and stays
+ * while it is pinned, waited for, or demanded and not yet acquired; the least recently used of the
+ * others gives way. Acquiring any of a list lets a stage that needs more records than there are
+ * slots run in waves: acquire, compute, release, acquire. A queued record waits until a slot can be
+ * had; who holds pins on every slot and waits for another record waits for himself.
+ *
+ * Reads go past the page cache, one pread a record on one of n_threads I/O threads, so that many
+ * are in flight at most. Threads, not io_uring: the best depth of direct reads of a record is 1 or
+ * 2, the checksum wants a thread anyway, and containers often forbid the ring. First come the
+ * records somebody waits for, then demanded ones, then speculation, each in the order of asking.
+ * The CRC-32C of every record read is checked before anybody sees its bytes.
+ *
+ * A fault fails the read for those who demanded or wait for it; a later demand reads again. A read
+ * that the kernel holds for longer than timeout_s fails for its waiters, at once for later ones,
+ * and keeps its slot and its thread until the kernel gives them back; then its bytes, if right,
+ * serve as any. tier_close waits timeout_s at most for such a read and then leaves thread, memory
+ * and descriptors to it: the last I/O thread to come back frees them. Each thread can lose one slot
+ * that way, hence the smallest budget: a slot per thread and one more.
+ *
+ * Every call but open and close may come from any thread. */
+#ifndef CFLOW_TIER_H
+#define CFLOW_TIER_H
+
+#include <stdatomic.h>
+#include <sys/types.h>
+
+#include "file.h"
+
+typedef struct tier tier;
+
+typedef struct {     /* multiples of FILE_PAGE: padding is read and checked too */
+    uint64_t offset; /* in the file */
+    uint64_t bytes;
+    uint32_t crc;
+} tier_record;
+
+typedef enum {
+    TIER_OK = 0,
+    TIER_EIO = 1,       /* the system failed the read */
+    TIER_CUT = 2,       /* the file ends inside the record */
+    TIER_ALTERED = 3,   /* the checksum is wrong */
+    TIER_TIMED_OUT = 4, /* no answer from the disk in timeout_s */
+    TIER_CANCELLED = 5, /* the caller's flag was set; no fault of the record */
+    TIER_N_RESULTS = 6
+} tier_result;
+
+typedef struct { /* what tests replace; NULL: pread, CLOCK_MONOTONIC in seconds */
+    void *arg;   /* lives until the last read has returned, which may be after tier_close */
+    ssize_t (*read)(void *arg, int fd, void *out, size_t n, off_t offset);
+    double (*now)(void *arg);
+} tier_hooks;
+
+typedef struct {
+    uint64_t budget_bytes;  /* as many slots as it holds whole */
+    double timeout_s;       /* above 0 */
+    double max_bytes_per_s; /* bound on reads begun, a record and a millisecond ahead; 0: none */
+    int32_t n_threads;      /* reads in flight at most */
+    int32_t cached;         /* 1: reads go through the page cache */
+    tier_hooks hooks;
+} tier_options;
+
+/* Takes over *f (left closed) once all is well. Errors: EINVAL with the numbers where the budget is
+ * below the smallest or an argument out of range, ENOMEM. */
+cflow_status tier_open(tier **out, file *f, const tier_record *records, uint32_t n_records,
+                       const tier_options *options, cflow_error *err);
+/* Nobody waits or holds pins any more. */
+void tier_close(tier *t);
+uint32_t tier_slots(const tier *t);
+uint64_t tier_slot_bytes(const tier *t);
+/* Of all slots, what huge pages back, read back now; reads /proc, so not for every step. */
+uint64_t tier_huge_bytes(const tier *t);
+/* 1 while reads go past the page cache: it was not asked otherwise and the file system allows it.
+ */
+int tier_is_direct(const tier *t);
+
+/* Says that each of n different records will be acquired, and counts it as used, hit or missed.
+ * missed (n,) or NULL: 1 where its bytes come from the disk because of this demand. */
+void tier_demand(tier *t, const uint32_t *records, uint32_t n, uint8_t *missed);
+/* Reads them if nothing more urgent is to be read. Earlier speculation not begun yet is dropped. */
+void tier_speculate(tier *t, const uint32_t *records, uint32_t n);
+/* Ends all demands not acquired: what nobody waits for is no longer read. For the end of a step
+ * that failed or was cancelled. */
+void tier_withdraw(tier *t);
+
+/* Waits until one of n >= 1 records is resident, pins it and gives its bytes; or until one failed,
+ * or *cancel is not 0 (cancel may be NULL). *which: the index of the one that came or failed. What
+ * was never demanded is read as well. */
+tier_result tier_acquire(tier *t, const uint32_t *records, uint32_t n, const atomic_int *cancel,
+                         uint32_t *which, const uint8_t **bytes);
+/* The bytes of a resident record, now pinned; NULL if it is not resident. */
+const uint8_t *tier_try_acquire(tier *t, uint32_t record);
+/* Ends one pin. */
+void tier_release(tier *t, uint32_t record);
+/* Makes everybody in tier_acquire look at his cancel flag. */
+void tier_interrupt(tier *t);
+
+/* "the file ends inside it" */
+const char *tier_result_text(tier_result result);
+
+/* How often each record was demanded, (n_records,), warm start included. */
+void tier_uses(tier *t, uint64_t *uses);
+/* Warm start: takes over `uses` of an earlier run and reads the most used records, as many as there
+ * are slots, in the file's order. Records that fail are left out and counted. ECANCELLED when
+ * progress->cancel (progress may be NULL) ended it early, ENOMEM. */
+cflow_status tier_warm(tier *t, const uint64_t *uses, cflow_progress *progress, cflow_error *err);
+
+#define TIER_LATENCIES 20
+
+/* Counters since tier_open, then the state of the moment. Where no read failed, none was withdrawn
+ * and no speculation is pending (speculated = useful + late + wasted),
+ * reads = misses + wasted + extra_reads. */
+typedef struct {
+    uint64_t hits;        /* demands of what was resident, or being read for an earlier demand */
+    uint64_t misses;      /* all others, also where speculation has read it before its demand */
+    uint64_t reads;       /* records read to the end, the warm start's apart */
+    uint64_t disk_bytes;  /* their bytes */
+    uint64_t warm_bytes;  /* read by the warm start */
+    uint64_t extra_reads; /* acquired without demand, or evicted between demand and acquire */
+    uint64_t evictions;
+    uint64_t speculated;                /* speculative reads begun, or demanded while queued */
+    uint64_t useful;                    /* resident when demanded */
+    uint64_t late;                      /* queued or loading when demanded */
+    uint64_t wasted;                    /* evicted or failed without a demand */
+    uint64_t failed[TIER_N_RESULTS];    /* reads by what became of them; [TIER_OK] stays 0 */
+    uint64_t stall_ns;                  /* time callers of tier_acquire slept, added up */
+    uint64_t read_ns;                   /* time reads took, added up */
+    uint64_t latencies[TIER_LATENCIES]; /* reads that took less than 64 us << i, but not less than
+                                           half of that; the last also all longer ones */
+    uint32_t n_resident, n_loading;
+    uint32_t n_overdue; /* of n_loading, held by the kernel for longer than timeout_s */
+} tier_stats;
+
+void tier_get_stats(tier *t, tier_stats *out);
+
+#endif

@@ -1,0 +1,199 @@
+/* Experts as their records come: which of them are in the phase that is about to run. */
+#include <time.h>
+
+#include "ctx.h"
+#include "tensors.h"
+
+static groups *op_groups(const cflow_ctx *ctx, const op *o) {
+    return ctx_buffer(ctx, o->in[1])->groups;
+}
+
+/* The next op of one kind in a stage; after NULL the first, after the last NULL. */
+static const op *next_op(const cflow_ctx *ctx, uint32_t stage, op_kind kind, const op *after) {
+    const plan *p = ctx->model->plan;
+    const op *o = after ? after + 1 : p->ops + p->first_op[stage];
+    const op *end = p->ops + p->first_op[stage + 1];
+    while (o < end && o->kind != kind) o++;
+    return o < end ? o : NULL;
+}
+
+/* ---- asking ---- */
+
+void waves_demand(cflow_ctx *ctx, groups *g, void *scratch) {
+    if (!ctx->model->tier) return;
+    uint32_t *records = scratch;
+    uint8_t *missed = (uint8_t *)(records + g->n_active);
+    for (uint32_t i = 0; i < g->n_active; i++) records[i] = g->experts[i].record;
+    tier_demand(ctx->model->tier, records, g->n_active, missed);
+    for (uint32_t i = 0; i < g->n_active; i++) g->experts[i].is_missed = missed[i];
+}
+
+static cflow_row_usage *payer(const cflow_ctx *ctx, const groups *g, const active_expert *e) {
+    return &ctx->usage[g->rows[e->first]];
+}
+
+static void charge(cflow_ctx *ctx, const groups *g) {
+    for (uint32_t i = 0; i < g->n_active; i++) {
+        const active_expert *e = &g->experts[i];
+        cflow_row_usage *usage = payer(ctx, g, e);
+        if (e->is_missed) {
+            usage->expert_misses++;
+            usage->disk_bytes += record_bytes(&ctx->model->records[e->record]);
+        } else {
+            usage->expert_hits++;
+        }
+    }
+}
+
+/* ---- taking what is there ---- */
+
+static void take(cflow_ctx *ctx, const op *o, groups *g, uint32_t index, const uint8_t *bytes) {
+    active_expert *next = &g->experts[g->n_ready++], came = g->experts[index];
+    g->experts[index] = *next;
+    came.bytes = bytes;
+    *next = came;
+    uint64_t streamed = 0;
+    for (cflow_role role = CFLOW_EXPERT_GATE; role <= CFLOW_EXPERT_DOWN; role++) {
+        const matrix *w = model_matrix(ctx->model, (uint32_t)o->layer, role);
+        streamed += w->n_stripes * w->stripe_bytes;
+    }
+    atomic_fetch_add(&ctx->read_bytes, streamed);
+}
+
+static const uint8_t *record_if_there(const cflow_ctx *ctx, uint32_t record) {
+    tier *t = ctx->model->tier;
+    return t ? tier_try_acquire(t, record) : ctx->model->expert_data[record];
+}
+
+static void take_all(cflow_ctx *ctx, uint32_t stage) {
+    for (const op *o = NULL; (o = next_op(ctx, stage, OP_EXPERT_GATED, o));) {
+        groups *g = op_groups(ctx, o);
+        for (uint32_t i = g->n_ready; i < g->n_active; i++) {
+            const uint8_t *bytes = record_if_there(ctx, g->experts[i].record);
+            if (bytes) take(ctx, o, g, i, bytes);
+        }
+    }
+}
+
+static void release(cflow_ctx *ctx, groups *g, uint32_t end) {
+    for (; g->n_done < end; g->n_done++)
+        if (ctx->model->tier) tier_release(ctx->model->tier, g->experts[g->n_done].record);
+}
+
+/* ---- faults ---- */
+
+/* What a failed row left in its sequence's blocks misleads the rows behind it. */
+static void fail_row(cflow_ctx *ctx, uint32_t row, row_fault fault) {
+    const step *s = &ctx->step;
+    for (uint32_t i = row; i < s->n_rows; i++) {
+        if (s->row_status[i] || s->rows[i].sequence != s->rows[row].sequence) continue;
+        s->row_status[i] = record_status(fault.result);
+        ctx->faults[i] = fault;
+        ctx->logit_of_row[i] = -1;
+    }
+}
+
+static void lose(cflow_ctx *ctx, const op *o, groups *g, uint32_t index, tier_result result) {
+    const active_expert e = g->experts[index];
+    const uint32_t top_k = model_layer(ctx->model, (uint32_t)o->layer)->top_k;
+    for (uint32_t i = e.first; i < e.first + e.n; i++) {
+        const uint32_t row = (uint32_t)g->rows[i], rank = (uint32_t)g->slots[i] - row * top_k;
+        g->weights[row * g->weights_ld + rank] = 0;
+        if (!ctx->step.row_status[row]) fail_row(ctx, row, (row_fault){o->layer, e.record, result});
+    }
+    g->experts[index] = g->experts[--g->n_active];
+}
+
+/* ---- waiting ---- */
+
+static uint64_t now_ns(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (uint64_t)t.tv_sec * 1000000000 + (uint64_t)t.tv_nsec;
+}
+
+/* All experts of the stage that are still on their way, into ctx->wanted. */
+static uint32_t list_wanted(cflow_ctx *ctx, uint32_t stage) {
+    uint32_t n = 0;
+    for (const op *o = NULL; (o = next_op(ctx, stage, OP_EXPERT_GATED, o));) {
+        const groups *g = op_groups(ctx, o);
+        for (uint32_t i = g->n_ready; i < g->n_active; i++) ctx->wanted[n++] = g->experts[i].record;
+    }
+    return n;
+}
+
+/* Whose expert the n-th of ctx->wanted is, and which. */
+static const op *find_wanted(const cflow_ctx *ctx, uint32_t stage, uint32_t n, uint32_t *index) {
+    const op *o = NULL;
+    while ((o = next_op(ctx, stage, OP_EXPERT_GATED, o))) {
+        const groups *g = op_groups(ctx, o);
+        *index = g->n_ready + n;
+        if (*index < g->n_active) break;
+        n -= g->n_active - g->n_ready;
+    }
+    return o;
+}
+
+int waves_wait(cflow_ctx *ctx, uint32_t phase) {
+    const uint32_t stage = phase / 2, n = list_wanted(ctx, stage);
+    uint32_t which, index;
+    const uint8_t *bytes;
+    if (!n) return 0;
+    const uint64_t began = now_ns();
+    const tier_result result =
+        tier_acquire(ctx->model->tier, ctx->wanted, n, &ctx->cancelled, &which, &bytes);
+    const uint64_t stall_ns = now_ns() - began;
+    atomic_fetch_add(&ctx->stage_count, 1);
+    if (result == TIER_CANCELLED) return 1;
+    const op *o = find_wanted(ctx, stage, which, &index);
+    groups *g = op_groups(ctx, o);
+    payer(ctx, g, &g->experts[index])->stall_ns += stall_ns;
+    if (result)
+        lose(ctx, o, g, index, result);
+    else
+        take(ctx, o, g, index, bytes);
+    take_all(ctx, stage);
+    return 1;
+}
+
+/* ---- phases ---- */
+
+static int is_waiting(const cflow_ctx *ctx, uint32_t stage) {
+    for (const op *o = NULL; (o = next_op(ctx, stage, OP_EXPERT_GATED, o));)
+        if (op_groups(ctx, o)->n_ready < op_groups(ctx, o)->n_active) return 1;
+    return 0;
+}
+
+int waves_begin(cflow_ctx *ctx, uint32_t phase) {
+    const uint32_t stage = phase / 2;
+    const int is_between = phase % 2;
+    if (stage >= ctx->model->plan->n_stages) return 1;
+    if (is_between && !is_waiting(ctx, stage)) return 0;
+    const op_kind before = is_between ? OP_EXPERT_GATED : OP_EXPERT_DOWN;
+    for (const op *o = NULL; (o = next_op(ctx, stage, before, o));)
+        op_groups(ctx, o)->n_gated = op_groups(ctx, o)->n_ready;
+    if (!is_between && ctx->model->tier)
+        for (const op *o = NULL; (o = next_op(ctx, stage, OP_EXPERT_GATED, o));)
+            charge(ctx, op_groups(ctx, o));
+    take_all(ctx, stage);
+    return 1;
+}
+
+uint32_t waves_end(cflow_ctx *ctx, uint32_t phase) {
+    const uint32_t stage = phase / 2;
+    const int is_between = phase % 2;
+    if (stage >= ctx->model->plan->n_stages) return phase + 1;
+    const op_kind kind = is_between ? OP_EXPERT_GATED : OP_EXPERT_DOWN;
+    for (const op *o = NULL; (o = next_op(ctx, stage, kind, o));)
+        release(ctx, op_groups(ctx, o), op_groups(ctx, o)->n_gated);
+    return is_between && is_waiting(ctx, stage) ? phase : phase + 1;
+}
+
+void waves_abandon(cflow_ctx *ctx, uint32_t phase) {
+    if (!ctx->model->tier) return;
+    const uint32_t n_stages = ctx->model->plan->n_stages, end = phase / 2 + 1;
+    for (uint32_t stage = end < 2 ? 0 : end - 2; stage < end && stage < n_stages; stage++)
+        for (const op *o = NULL; (o = next_op(ctx, stage, OP_EXPERT_GATED, o));)
+            release(ctx, op_groups(ctx, o), op_groups(ctx, o)->n_ready);
+    tier_withdraw(ctx->model->tier);
+}
