@@ -44,6 +44,8 @@ FIRST_DELAY_S = 0.5
 LAST_DELAY_S = 30.0
 LONG_LIFE_S = 30.0  # a worker that was ready for so long starts the delays anew
 GRACE_S = 2.0
+FAULTS = 3  # requests in a row that the disk failed, before it counts as broken
+FAULT_S = 30.0  # since the last one: then it may have healed
 
 REFUSALS = {
     "loading": ("loading", "the model is still loading"),
@@ -72,6 +74,8 @@ class Engine:
         self.restarts = 0
         self._command = command
         self._totals = Totals()
+        self._n_faults = 0  # in a row
+        self._last_fault = 0.0
         self._outboxes: dict[int, Outbox] = {}
         self._n_requests = 0
         self._worker: WorkerProcess | None = None
@@ -115,6 +119,12 @@ class Engine:
     def queue_depth(self) -> int:
         """Requests beyond those that can run at once."""
         return max(0, len(self._outboxes) - self.config.max_sequences)
+
+    @property
+    def is_failing(self) -> bool:
+        """One request after the other finds its experts not readable."""
+        age_s = time.monotonic() - self._last_fault
+        return self._n_faults >= FAULTS and age_s < FAULT_S
 
     # ---- requests ----
 
@@ -179,6 +189,7 @@ class Engine:
         elif isinstance(message, Stats):
             self._totals.update(message)
         elif isinstance(message, Failed):
+            self._count_fault(message.code)
             if outbox := self._outboxes.pop(message.request_id, None):
                 outbox.fail(EngineError(message.code, message.message))
         elif isinstance(message, Loading):
@@ -187,6 +198,11 @@ class Engine:
             self._become_ready(message)
         else:
             self._fatal = EngineError(message.code, message.message)
+
+    def _count_fault(self, code: str) -> None:
+        if code == "io_error":
+            self._n_faults += 1
+            self._last_fault = time.monotonic()
 
     def _deliver(self, step: Step) -> None:
         outboxes = self._outboxes
@@ -197,6 +213,7 @@ class Engine:
                 continue
             outbox.put(event)
             if outbox.is_over:
+                self._n_faults = 0
                 del outboxes[event.request_id]
 
     def _become_ready(self, ready: Ready) -> None:
@@ -263,6 +280,7 @@ class Engine:
         """At once, before the process is reaped: nobody waits for what will not come."""
         self._worker = self.ready = self.loading = None
         self._totals.end_worker()
+        self._n_faults = 0
         outboxes, self._outboxes = self._outboxes, {}
         if self.state in ("draining", "closed"):
             code, text = REFUSALS[self.state]

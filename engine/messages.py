@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 import msgspec
+from msgspec.structs import astuple
 
 PROTOCOL = 1
 MAX_FRAME_BYTES = 256 << 20
@@ -90,6 +91,11 @@ class ExpertUsage(msgspec.Struct, frozen=True, array_like=True):
     misses: int = 0
     disk_bytes: int = 0
     stall_ns: int = 0
+
+    def __add__(self, other: ExpertUsage | None) -> ExpertUsage:
+        if other is None:
+            return self
+        return ExpertUsage(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
 
 class Delta(msgspec.Struct, frozen=True, array_like=True):

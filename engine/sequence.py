@@ -6,7 +6,6 @@ from array import array
 from collections.abc import Collection, Iterable
 
 import numpy as np
-from msgspec.structs import astuple
 from numpy.typing import NDArray
 
 from cflow.engine.kv_blocks import BLOCK, block_key, root_key
@@ -121,9 +120,7 @@ class Sequence:
 
     def charge(self, rows: Iterable[RowUsage]) -> None:
         """What rows of a step asked of the expert cache."""
-        total = self.experts or ExpertUsage()
-        columns = zip(astuple(total), *rows, strict=True)
-        self.experts = ExpertUsage(*map(sum, columns))
+        self.experts = ExpertUsage(*map(sum, zip(*rows, strict=True))) + self.experts
 
     def append(self, token: int) -> None:
         self.pick.history = None  # an array that is looked at cannot grow

@@ -9,7 +9,7 @@ from contextlib import aclosing
 
 from cflow.engine.engine import Answer
 from cflow.engine.errors import EngineError
-from cflow.engine.messages import Delta, Progress
+from cflow.engine.messages import Delta, ExpertUsage, Progress
 from cflow.server.metrics import Metrics
 
 
@@ -81,6 +81,7 @@ class Generation:
         self._records = records
         self.n_completion = 0
         self.n_cached = 0
+        self.experts: ExpertUsage | None = None  # of the choices that have finished
         self.is_cancelled = False
 
     def cancel(self) -> None:
@@ -99,6 +100,8 @@ class Generation:
                 async for index, delta in source:
                     self.n_completion += len(delta.tokens)
                     self.n_cached += delta.n_cached or 0
+                    if delta.experts is not None:
+                        self.experts = delta.experts + self.experts
                     yield index, delta
         finally:
             for answer in self._answers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import accumulate
 
 from prometheus_client import (
     CollectorRegistry,
@@ -11,11 +12,17 @@ from prometheus_client import (
     ProcessCollector,
     disable_created_metrics,
 )
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
 from cflow.engine.engine import Engine
+from cflow.engine.messages import ExpertStats, Ready
 from cflow.server.meter import Meter
 
 FIRST_TOKEN_S = (
@@ -146,10 +153,11 @@ class EngineCollector(Collector):
         yield from self._totals()
         yield from self._gauges()
         yield from self._memory()
+        yield from self._experts()
 
     def _totals(self) -> Iterator[Metric]:
         stats = self._engine.stats
-        for name, value, text in (
+        yield from self._counters(
             ("vllm:prompt_tokens", stats.prompt_tokens, "Prompt tokens taken in."),
             ("vllm:generation_tokens", stats.generation_tokens, "Tokens generated."),
             ("vllm:prefix_cache_queries", stats.prefix_queries, "Prompt tokens looked up."),
@@ -159,22 +167,29 @@ class EngineCollector(Collector):
             ("cflow_steps", stats.steps, "Forward steps."),
             ("cflow_step_seconds", stats.step_s, "Time spent in steps."),
             ("cflow_worker_restarts", self._engine.restarts, "Workers started again."),
-        ):
+        )
+        cancelled = {p: getattr(stats, f"cancelled_{p}") for p in ("queue", "prefill", "decode")}
+        yield self._counter_by(
+            "cflow_cancelled", "Requests cancelled, by phase.", "phase", cancelled
+        )
+
+    def _counters(self, *counters: tuple[str, float, str]) -> Iterator[Metric]:
+        for name, value, text in counters:
             family = CounterMetricFamily(name, text, labels=LABELS)
             family.add_metric(self._labels, value)
             yield family
-        cancelled = CounterMetricFamily(
-            "cflow_cancelled", "Requests cancelled, by phase.", labels=(*LABELS, "phase")
-        )
-        for phase in ("queue", "prefill", "decode"):
-            cancelled.add_metric((*self._labels, phase), getattr(stats, f"cancelled_{phase}"))
-        yield cancelled
+
+    def _counter_by(self, name: str, text: str, label: str, values: dict[str, int]) -> Metric:
+        family = CounterMetricFamily(name, text, labels=(*LABELS, label))
+        for key, value in values.items():
+            family.add_metric((*self._labels, key), value)
+        return family
 
     def _gauges(self) -> Iterator[Metric]:
         stats, ready = self._engine.stats, self._engine.ready
         used = stats.n_kv_used / stats.n_kv_blocks if stats.n_kv_blocks else 0.0
         huge = ready.huge_bytes / ready.resident_bytes if ready and ready.resident_bytes else 0.0
-        for name, value, text in (
+        yield from self._plain_gauges(
             ("vllm:num_requests_running", stats.n_running, "Sequences in steps."),
             ("vllm:num_requests_waiting", stats.n_waiting, "Sequences in the queue."),
             ("vllm:kv_cache_usage_perc", used, "Share of KV blocks in use, 0 to 1."),
@@ -185,7 +200,10 @@ class EngineCollector(Collector):
             ),
             ("cflow_huge_page_ratio", huge, "Share of the weights in huge pages, 0 to 1."),
             ("cflow_threads", ready.n_threads if ready else 0, "Compute threads."),
-        ):
+        )
+
+    def _plain_gauges(self, *gauges: tuple[str, float, str]) -> Iterator[Metric]:
+        for name, value, text in gauges:
             family = GaugeMetricFamily(name, text, labels=LABELS)
             family.add_metric(self._labels, value)
             yield family
@@ -196,9 +214,57 @@ class EngineCollector(Collector):
             "cflow_memory_bytes", "Memory of the worker.", labels=(*LABELS, "kind")
         )
         for kind, value in (
-            ("weights", ready.resident_bytes if ready else 0),
+            ("weights", ready.resident_bytes - ready.expert_bytes if ready else 0),
+            ("expert_cache", ready.expert_bytes if ready else 0),
             ("kv", ready.kv_bytes if ready else 0),
             ("scratch", ready.scratch_bytes if ready else 0),
         ):
             family.add_metric((*self._labels, kind), value)
         yield family
+
+    def _experts(self) -> Iterator[Metric]:
+        """Zeros where all experts stay in memory."""
+        experts, ready = self._engine.stats.experts or ExpertStats(), self._engine.ready
+        yield from self._expert_totals(experts)
+        faults = {k: getattr(experts, f"failed_{k}") for k in ("io", "cut", "altered", "timed_out")}
+        text = "Reads of experts that failed, by kind."
+        yield self._counter_by("cflow_expert_faults", text, "kind", faults)
+        yield from self._expert_gauges(experts, ready)
+        family = HistogramMetricFamily(
+            "cflow_disk_read_seconds", "Time a read of an expert took.", labels=LABELS
+        )
+        family.add_metric(self._labels, _buckets(experts.latencies), experts.read_ns / 1e9)
+        yield family
+
+    def _expert_totals(self, experts: ExpertStats) -> Iterator[Metric]:
+        yield from self._counters(
+            ("cflow_expert_cache_hits", experts.hits, "Experts wanted and in memory."),
+            ("cflow_expert_cache_misses", experts.misses, "Experts wanted and not in memory."),
+            ("cflow_expert_evictions", experts.evictions, "Experts that made room."),
+            ("cflow_expert_prefetch_issued", experts.speculated, "Experts read on suspicion."),
+            ("cflow_expert_prefetch_useful", experts.useful, "Those there when wanted."),
+            ("cflow_expert_prefetch_late", experts.late, "Those wanted before they were there."),
+            ("cflow_expert_prefetch_wasted", experts.wasted, "Those never wanted."),
+            ("cflow_expert_extra_reads", experts.extra_reads, "Experts read twice for one use."),
+            ("cflow_expert_stall_seconds", experts.stall_ns / 1e9, "Time steps slept for experts."),
+            ("cflow_expert_warm_bytes", experts.warm_bytes, "Bytes read to start warm."),
+            ("cflow_disk_read_bytes", experts.disk_bytes, "Bytes of experts read since then."),
+        )
+
+    def _expert_gauges(self, experts: ExpertStats, ready: Ready | None) -> Iterator[Metric]:
+        capacity = ready.expert_bytes if ready else 0
+        slot_bytes = capacity // ready.n_expert_slots if ready and ready.n_expert_slots else 0
+        yield from self._plain_gauges(
+            ("cflow_expert_cache_bytes", experts.n_resident * slot_bytes, "Experts in memory."),
+            ("cflow_expert_cache_capacity_bytes", capacity, "Memory for experts."),
+            ("cflow_disk_inflight", experts.n_loading, "Reads of experts in flight."),
+            ("cflow_disk_overdue", experts.n_overdue, "Those that exceed the time-out."),
+        )
+
+
+def _buckets(latencies: tuple[int, ...]) -> list[tuple[str, float]]:
+    """Cumulative counts by upper bound in seconds. latencies: reads under 64 us, 128 us, ..., the
+    last also all longer ones."""
+    counts = list(accumulate(latencies or (0,)))
+    bounds = [repr(64e-6 * 2**i) for i in range(len(counts) - 1)]
+    return list(zip([*bounds, "+Inf"], counts, strict=True))

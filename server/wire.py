@@ -8,6 +8,7 @@ from uuid import uuid4
 
 import msgspec
 
+from cflow.engine.messages import ExpertUsage
 from cflow.server.generation import Generation
 from cflow.server.schemas import Sampling
 
@@ -15,13 +16,26 @@ encode = msgspec.json.encode
 
 
 def usage(n_prompt: int, generation: Generation) -> dict[str, Any]:
-    """The usage object; n_prompt is summed over the prompts, completions over all choices."""
+    """The usage object; n_prompt is summed over the prompts, all else over all choices."""
     return {
         "prompt_tokens": n_prompt,
         "completion_tokens": generation.n_completion,
         "total_tokens": n_prompt + generation.n_completion,
         "prompt_tokens_details": {"cached_tokens": generation.n_cached},
         "completion_tokens_details": {"reasoning_tokens": 0},
+        **_expert_usage(generation.experts),
+    }
+
+
+def _expert_usage(experts: ExpertUsage | None) -> dict[str, Any]:
+    """Where experts come from disk."""
+    if experts is None:
+        return {}
+    return {
+        "expert_hits": experts.hits,
+        "expert_misses": experts.misses,
+        "disk_bytes": experts.disk_bytes,
+        "stall_ms": experts.stall_ns / 1e6,
     }
 
 

@@ -24,8 +24,9 @@ def version() -> str:
 def _state(service: Service, serving: tuple[str, ...]) -> Response:
     """200 in the states named, else 503; the body says which state it is."""
     engine = service.engine
-    is_serving = engine.state in serving
-    body: dict[str, Any] = {"status": "ok" if is_serving else engine.state}
+    state = "failing" if engine.is_failing and engine.state in serving else engine.state
+    is_serving = state in serving
+    body: dict[str, Any] = {"status": "ok" if is_serving else state}
     if engine.loading is not None and engine.state in ("loading", "restarting"):
         body |= {"done_bytes": engine.loading.done_bytes, "total_bytes": engine.loading.total_bytes}
     if engine.ready is not None and is_serving:
@@ -45,7 +46,7 @@ async def live() -> Response:
 @router.head("/health", include_in_schema=False)
 @router.get("/health")
 async def health(request: Request) -> Response:
-    """503 while the engine loads, is dead or stuck."""
+    """503 while the engine loads, is dead or stuck, or its disk fails one request after the other."""
     return _state(service_of(request), ("ready", "draining"))
 
 

@@ -18,7 +18,7 @@ import pytest
 
 from cflow.engine.card import ModelCard
 from cflow.engine.config import EngineConfig
-from cflow.engine.engine import Answer, Engine
+from cflow.engine.engine import FAULTS, Answer, Engine
 from cflow.engine.errors import EngineError
 from cflow.engine.messages import Delta, Progress, SamplingParams
 from cflow.engine.tokenizer import Tokenizer
@@ -354,6 +354,21 @@ async def test_an_expert_that_cannot_be_read_fails_its_request_by_name() -> None
             assert usage is not None
             n_computed = 11 + (len(PROMPT) if choice == 0 else 0)
             assert (usage.misses, usage.disk_bytes) == (n_computed, 4096 * n_computed)
+
+
+async def test_requests_that_the_disk_fails_in_a_row_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    bad = [*PROMPT, NO_EXPERT, *PROMPT]
+    async with running() as engine:
+        for n in range(FAULTS):
+            assert not engine.is_failing, n
+            await error_of(engine.submit(bad, sampling=SHORT))
+        assert engine.is_failing
+        with monkeypatch.context() as patch:
+            patch.setattr("cflow.engine.engine.FAULT_S", 0.0)
+            assert not engine.is_failing
+        assert engine.is_failing
+        await read(engine.submit(PROMPT, sampling=SHORT))
+        assert not engine.is_failing
 
 
 # ---- workers that end early ----

@@ -209,6 +209,7 @@ class FakeEngine:
         self.loading: Loading | None = None
         self.stats = Stats()
         self.restarts = 0
+        self.is_failing = False
         self.queue_depth = 0
         self.calls: list[Call] = []
         self.answers: list[FakeAnswer] = []

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from fake_engine import BOS, ByteTokenizer, Call, FakeEngine, logprob
+from fake_engine import BOS, ByteTokenizer, Call, FakeEngine, logprob, shout
 from live import Live, error_of, events
+from msgspec.structs import replace
 
-from cflow.engine.messages import Delta, Finish
+from cflow.engine.messages import Delta, ExpertUsage, Finish, Progress
 from cflow.server.routes import completions
 from cflow.server.schemas import CompletionRequest
 
@@ -62,6 +64,25 @@ def test_usage_chunk_comes_only_when_asked_and_last(live: Live) -> None:
     assert [len(c["choices"]) for c in asked].count(0) == 1
     assert asked[-1]["choices"] == []
     assert all(c["usage"] is None for c in asked[:-1])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_usage_tells_what_experts_cost(live: Live, stream: bool) -> None:
+    """Every choice of every prompt, where experts come from disk."""
+
+    async def charged(call: Call) -> AsyncIterator[Delta | Progress]:
+        async for event in shout(call):
+            if isinstance(event, Delta) and event.finish is not None:
+                event = replace(event, experts=ExpertUsage(10, 2, 8192, 1_500_000))
+            yield event
+
+    assert "expert_hits" not in live.complete(prompt="ab").json()["usage"]
+    live.engine.script = charged
+    options: dict[str, Any] = {"stream_options": {"include_usage": True}} if stream else {}
+    response = live.complete(prompt=["ab", "c"], n=2, stream=stream, **options)
+    usage = (events(response)[-1] if stream else response.json())["usage"]
+    assert (usage["expert_hits"], usage["expert_misses"]) == (40, 8)
+    assert (usage["disk_bytes"], usage["stall_ms"]) == (4 * 8192, 6.0)
 
 
 def test_prompts_and_choices_are_numbered_prompt_first(live: Live) -> None:

@@ -35,6 +35,15 @@ def test_probes(live: Live, state: str, method: str) -> None:
         assert answers[2].json()["status"] == ("ok" if state == "ready" else state)
 
 
+def test_a_broken_disk_shows(live: Live) -> None:
+    live.engine.is_failing = True
+    answers = [live.client.get(path) for path in ("/live", "/health", "/ready")]
+    assert [a.status_code for a in answers] == [200, 503, 503]
+    assert answers[1].json() == {"status": "failing"}
+    live.engine.state = "loading"
+    assert live.client.get("/health").json() == {"status": "loading"}
+
+
 def test_loading_shows_progress(live: Live) -> None:
     live.engine.state, live.engine.loading = "loading", Loading("weights", 30, 120)
     body = live.client.get("/health").json()

@@ -7,11 +7,11 @@ import random
 from typing import Any
 
 import msgspec
-from fake_engine import FakeEngine
+from fake_engine import READY, FakeEngine
 from live import Live
 from prometheus_client.parser import text_string_to_metric_families
 
-from cflow.engine.messages import Stats
+from cflow.engine.messages import ExpertStats, Stats
 from cflow.server.metrics import token_buckets
 
 MODEL = 'engine="0",model_name="fake/model"'
@@ -41,6 +41,12 @@ def test_every_name_is_there_from_the_first_second(serve: Any) -> None:
         "vllm:request_params_max_tokens", "vllm:request_params_n",
         "cflow_generation_tokens_per_second", "cflow_read_bytes", "cflow_huge_page_ratio",
         "cflow_worker_restarts", "cflow_queue_rejections", "cflow_cancelled", "cflow_threads",
+        "cflow_expert_cache_hits", "cflow_expert_cache_misses", "cflow_expert_cache_bytes",
+        "cflow_expert_cache_capacity_bytes", "cflow_expert_evictions",
+        "cflow_expert_prefetch_issued", "cflow_expert_prefetch_useful",
+        "cflow_expert_prefetch_late", "cflow_expert_prefetch_wasted",
+        "cflow_expert_stall_seconds", "cflow_expert_faults", "cflow_disk_read_bytes",
+        "cflow_disk_read_seconds", "cflow_disk_inflight",
         "cflow_memory_bytes", "http_requests", "http_request_duration_seconds",
     }  # fmt: skip
     reasons = {s.labels["finished_reason"] for s in found["vllm:request_success"].samples}
@@ -63,6 +69,40 @@ def test_a_request_is_counted(serve: Any) -> None:
     assert live.metric(f"cflow_generation_tokens_per_second{{{MODEL}}}") == 1.0
     handler = '{handler="/v1/completions",method="POST",status="2xx"}'
     assert live.metric(f"http_requests_total{handler}") == 2
+
+
+def test_the_expert_cache_is_accounted_for(serve: Any) -> None:
+    live: Live = serve()
+    live.engine.ready = msgspec.structs.replace(
+        READY, resident_bytes=1000, n_experts=100, n_expert_slots=10, expert_bytes=400
+    )
+    live.engine.stats = Stats(
+        experts=ExpertStats(
+            hits=1, misses=2, evictions=3, speculated=4, useful=5, late=6, wasted=7, disk_bytes=8,
+            n_resident=9, n_loading=2, stall_ns=1_500_000_000, read_ns=2_000_000_000, failed_cut=1,
+            latencies=(5, 0, 2, 1),
+        )
+    )  # fmt: skip
+    wanted = {
+        "cflow_expert_cache_hits_total": 1, "cflow_expert_cache_misses_total": 2,
+        "cflow_expert_evictions_total": 3, "cflow_expert_prefetch_issued_total": 4,
+        "cflow_expert_prefetch_useful_total": 5, "cflow_expert_prefetch_late_total": 6,
+        "cflow_expert_prefetch_wasted_total": 7, "cflow_disk_read_bytes_total": 8,
+        "cflow_expert_stall_seconds_total": 1.5, "cflow_expert_cache_bytes": 360,
+        "cflow_expert_cache_capacity_bytes": 400, "cflow_disk_inflight": 2,
+        "cflow_disk_read_seconds_count": 8, "cflow_disk_read_seconds_sum": 2,
+    }  # fmt: skip
+    assert {name: live.metric(f"{name}{{{MODEL}}}") for name in wanted} == wanted
+    by_bound = {"6.4e-05": 5, "0.000128": 5, "0.000256": 7, "+Inf": 8}
+    for bound, count in by_bound.items():
+        labels = f'engine="0",le="{bound}",model_name="fake/model"'
+        assert live.metric(f"cflow_disk_read_seconds_bucket{{{labels}}}") == count
+    for kind, value in {"io": 0, "cut": 1, "altered": 0, "timed_out": 0}.items():
+        labels = f'engine="0",kind="{kind}",model_name="fake/model"'
+        assert live.metric(f"cflow_expert_faults_total{{{labels}}}") == value
+    for kind, value in {"weights": 600, "expert_cache": 400}.items():
+        labels = f'engine="0",kind="{kind}",model_name="fake/model"'
+        assert live.metric(f"cflow_memory_bytes{{{labels}}}") == value
 
 
 def test_the_engines_totals_and_gauges(serve: Any) -> None:
