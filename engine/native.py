@@ -156,6 +156,7 @@ def _check(status: int, err: Any) -> None:
 class ExpertOptions(TypedDict):
     """Experts that stay on disk, and how they are read. cache: bytes of RAM for them, 0: all are
     resident. io: "direct" or "cached". threads: reads in flight at most. bytes_per_s: 0 for no bound.
+    speculate: reads ahead what the next layer's router is likely to want.
     """
 
     cache: int
@@ -163,6 +164,7 @@ class ExpertOptions(TypedDict):
     threads: NotRequired[int]
     timeout_s: NotRequired[float]
     bytes_per_s: NotRequired[float]
+    speculate: NotRequired[bool]
 
 
 def _expert_options(options: ExpertOptions) -> dict[str, Any]:
@@ -172,6 +174,7 @@ def _expert_options(options: ExpertOptions) -> dict[str, Any]:
         "expert_threads": options.get("threads", 2),
         "expert_timeout_s": options.get("timeout_s", 10.0),
         "expert_bytes_per_s": options.get("bytes_per_s", 0.0),
+        "speculate": options.get("speculate", True),
     }
 
 

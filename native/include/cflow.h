@@ -246,7 +246,8 @@ typedef struct {
     uint64_t expert_cache; /* bytes of RAM for expert records, the others stay in the file; 0: all
                               are resident, and the other expert_ fields mean nothing */
     int32_t expert_threads; /* reads in flight at most, 1 to 64 */
-    int32_t reserved;
+    int32_t speculate; /* 1: where experts have no delay, what the next layer's router makes of the
+                          hidden state of this one is read ahead */
     double expert_timeout_s;   /* above 0: a read without an answer for so long has failed */
     double expert_bytes_per_s; /* bound on what is read in a second; 0: none */
     cflow_progress *progress;  /* NULL allowed */

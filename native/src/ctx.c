@@ -108,7 +108,7 @@ static size_t scratch_bytes(const cflow_ctx *ctx) {
     size_t bytes = max_of(gated, attend_scratch(ctx->model, ctx->max_blocks));
     bytes = max_of(bytes, sample_scratch((int32_t)ctx->model->header.vocab_size) * sizeof(float));
     for (uint32_t i = 0; i < ctx->model->header.n_layers; i++)
-        bytes = max_of(bytes, model_layer(ctx->model, i)->n_experts * 2 * sizeof(float));
+        bytes = max_of(bytes, model_layer(ctx->model, i)->n_experts * 5 * sizeof(float));
     return round_up(bytes, 4096); /* threads do not share lines or pages */
 }
 
@@ -186,6 +186,7 @@ static uint64_t most_units(const cflow_model *m, const op *o, uint64_t rows) {
     case OP_ATTEND:
         return rows * model_layer(m, (uint32_t)o->layer)->n_kv_heads;
     case OP_SELECT:
+    case OP_GUESS:
         return 1;
     case OP_EXPERT_GATED:
     case OP_EXPERT_DOWN:

@@ -155,6 +155,7 @@ span attend_span(const cflow_ctx *ctx, const op *o);
 void attend_run(const cflow_ctx *ctx, const op *o, uint32_t first, uint32_t end, int thread);
 size_t attend_scratch(const cflow_model *model, int32_t max_blocks);
 void select_run(cflow_ctx *ctx, const op *o, int thread);
+void guess_run(cflow_ctx *ctx, const op *o, int thread);
 /* index: of the experts that are in the op now. */
 uint32_t expert_spans(const cflow_ctx *ctx, const op *o);
 span expert_span(const cflow_ctx *ctx, const op *o, uint32_t index);

@@ -26,6 +26,7 @@ static span span_of(const cflow_ctx *ctx, const op *o, uint32_t index) {
     case OP_ATTEND:
         return attend_span(ctx, o);
     case OP_SELECT:
+    case OP_GUESS:
         return (span){1, 1};
     case OP_EXPERT_GATED:
     case OP_EXPERT_DOWN:
@@ -54,6 +55,9 @@ static void run_span(cflow_ctx *ctx, const op *o, uint32_t index, uint32_t first
         break;
     case OP_SELECT:
         select_run(ctx, o, thread);
+        break;
+    case OP_GUESS:
+        guess_run(ctx, o, thread);
         break;
     case OP_EXPERT_GATED:
     case OP_EXPERT_DOWN:

@@ -129,6 +129,7 @@ cflow_status model_open(cflow_model **out, const cflow_model_options *options,
     if (!m) return fail(err, CFLOW_ENOMEM, "no memory for a model");
     m->header_only = options->header_only;
     m->as_f32 = options->as_f32;
+    m->speculate = options->expert_cache && options->speculate;
     file f;
     cflow_status s = file_open(&f, options->path, err);
     if (!s) {

@@ -42,6 +42,7 @@ struct cflow_model {
     tier *tier; /* NULL: every record is in memory */
     cflow_memory memory;
     int header_only, as_f32;
+    int speculate; /* 1: the plan guesses the next layer's experts */
 };
 
 static inline const cflow_layer *model_layer(const cflow_model *m, uint32_t l) {

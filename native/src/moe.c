@@ -69,22 +69,53 @@ static void group_rows(const cflow_ctx *ctx, uint32_t layer, const buffer *route
         }
 }
 
+static uint32_t n_chosen(const cflow_ctx *ctx, const cflow_layer *l, uint32_t row) {
+    const uint32_t asked = (uint32_t)ctx->step.rows[row].n_experts;
+    if (ctx->step.row_status[row]) return 0;
+    return asked && asked < l->top_k ? asked : l->top_k;
+}
+
 void select_run(cflow_ctx *ctx, const op *o, int thread) {
     const cflow_layer *l = model_layer(ctx->model, (uint32_t)o->layer);
     const buffer *logits = ctx_buffer(ctx, o->in[0]), *routed = ctx_buffer(ctx, o->out[0]);
     const buffer *weights = ctx_buffer(ctx, o->out[1]);
     groups *g = ctx_buffer(ctx, o->out[2])->groups;
-    for (uint32_t row = 0; row < ctx->step.n_rows; row++) {
-        const uint32_t asked = (uint32_t)ctx->step.rows[row].n_experts;
-        const uint32_t k = asked && asked < l->top_k ? asked : l->top_k;
-        select_row(ctx, l, logits->f + row * logits->ld, ctx->step.row_status[row] ? 0 : k,
+    for (uint32_t row = 0; row < ctx->step.n_rows; row++)
+        select_row(ctx, l, logits->f + row * logits->ld, n_chosen(ctx, l, row),
                    ctx_scratch(ctx, thread), routed->f + row * routed->ld,
                    weights->f + row * weights->ld);
-    }
     group_rows(ctx, (uint32_t)o->layer, routed, g, ctx_scratch(ctx, thread));
     g->weights = weights->f;
     g->weights_ld = weights->ld;
     waves_demand(ctx, g, ctx_scratch(ctx, thread));
+}
+
+/* ---- OP_GUESS ---- */
+
+/* The experts with the most weight over all rows, the heaviest first: of the cache no more than a
+ * quarter, so that guesses drive out neither each other nor what the layer itself needs. */
+void guess_run(cflow_ctx *ctx, const op *o, int thread) {
+    const cflow_layer *l = model_layer(ctx->model, (uint32_t)o->layer);
+    const buffer *logits = ctx_buffer(ctx, o->in[0]);
+    float *p = ctx_scratch(ctx, thread), *votes = p + l->n_experts;
+    float *ids = votes + l->n_experts, *weights = ids + l->top_k;
+    uint32_t *records = ctx_scratch(ctx, thread), n = 0; /* p is done by then */
+    memset(votes, 0, l->n_experts * sizeof *votes);
+    for (uint32_t row = 0; row < ctx->step.n_rows; row++) {
+        const uint32_t k = n_chosen(ctx, l, row);
+        select_row(ctx, l, logits->f + row * logits->ld, k, p, ids, weights);
+        for (uint32_t rank = 0; rank < k; rank++)
+            if (ids[rank] >= 0) votes[(uint32_t)ids[rank]] += weights[rank];
+    }
+    while (n < tier_slots(ctx->model->tier) / 4) {
+        uint32_t best = 0;
+        for (uint32_t e = 1; e < l->n_experts; e++)
+            if (votes[e] > votes[best]) best = e;
+        if (!(votes[best] > 0)) break;
+        votes[best] = 0;
+        records[n++] = model_record(ctx->model, (uint32_t)o->layer, best);
+    }
+    tier_speculate(ctx->model->tier, records, n);
 }
 
 /* ---- OP_EXPERT_GATED and OP_EXPERT_DOWN: one span is one expert that is in the op ---- */

@@ -51,6 +51,7 @@ static void append_op(reading *r, const op *o) {
         break;
     case OP_ATTEND:
     case OP_SELECT:
+    case OP_GUESS:
         break;
     }
 }

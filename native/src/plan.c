@@ -173,6 +173,21 @@ static op *build_expert_op(builder *b, op_kind kind, uint32_t layer, const char 
     return o;
 }
 
+/* The experts that the next layer will choose, guessed from this one's stream. */
+static void build_guess(builder *b, uint32_t layer, uint32_t stream) {
+    const uint32_t next = layer + 1;
+    if (!b->m->speculate || next == b->m->header.n_layers) return;
+    const cflow_layer *l = model_layer(b->m, layer), *n = model_layer(b->m, next);
+    if (!n->n_experts || n->expert_delay || n->expert_anchor != CFLOW_POST_ATTENTION ||
+        l->expert_anchor != CFLOW_POST_ATTENTION)
+        return;
+    op *route = new_op(b, OP_MATMUL, PART_ROUTER, next, "guess_route");
+    route->in[0] =
+        layer_norm(b, stream, next, n->norms_shared ? CFLOW_NORM2 : CFLOW_NORM3, "guess_norm");
+    add_piece(b, route, model_matrix(b->m, next, CFLOW_ROUTER), NULL, "guess_router");
+    new_op(b, OP_GUESS, PART_ROUTER, next, "guess")->in[0] = route->pieces[0].out;
+}
+
 /* Router, selection, experts; their output waits for the combine that injects it. */
 static void build_experts(builder *b, uint32_t layer, uint32_t stream, const char *norm_name) {
     static const cflow_role shared_roles[] = {CFLOW_SHARED_GATE, CFLOW_SHARED_UP,
@@ -249,7 +264,10 @@ static void build_layer(builder *b, uint32_t layer) {
     const uint32_t dense_stream = source_stream(b, layer, l->dense_source, x_mid);
     const uint32_t anchor = source_stream(b, layer, l->expert_anchor, x_mid);
     const int one_norm = l->norms_shared && (!l->d_ff || anchor == dense_stream);
-    if (l->n_experts) build_experts(b, layer, anchor, one_norm ? "norm2" : "norm3");
+    if (l->n_experts) {
+        build_experts(b, layer, anchor, one_norm ? "norm2" : "norm3");
+        build_guess(b, layer, anchor);
+    }
     const uint32_t dense = l->d_ff ? build_dense(b, layer, dense_stream) : NO_VALUE;
 
     const int last = layer + 1 == b->m->header.n_layers;

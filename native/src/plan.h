@@ -34,7 +34,8 @@ typedef enum {
     OP_ATTEND,
     OP_SELECT,       /* top-k of the router's logits; which rows want which expert */
     OP_EXPERT_GATED, /* OP_GATED of every expert some row chose */
-    OP_EXPERT_DOWN
+    OP_EXPERT_DOWN,
+    OP_GUESS /* reads ahead what a layer's router makes of the stream of the layer before */
 } op_kind;
 
 typedef struct { /* one matrix of OP_MATMUL */

@@ -90,10 +90,15 @@ def model(olmoe: Case) -> Iterator[Model]:
 # ---- the same bits ----
 
 
+@pytest.mark.parametrize("speculate", [False, True])
 @pytest.mark.parametrize("io", ["direct", "cached"])
 @pytest.mark.parametrize("share", [1.0, 0.5, 0.1, 0.0])
-def test_budgets_and_io(case: Case, share: float, io: str) -> None:
-    experts: ExpertOptions = {"cache": cache_of(case, share), "io": io}
+def test_budgets_and_io(case: Case, share: float, io: str, speculate: bool) -> None:
+    experts: ExpertOptions = {
+        "cache": cache_of(case, share),
+        "io": io,
+        "speculate": speculate,
+    }
     with running.opened(case.path, experts=experts) as context:
         assert run(context).tobytes() == case.want.tobytes()
         assert run(context).tobytes() == case.want.tobytes()  # with a cache that is warm
@@ -113,11 +118,42 @@ def test_chunks(case: Case, chunk: int) -> None:
         assert running.logits(context, PROMPT, chunk).tobytes() == case.want.tobytes()
 
 
+# ---- speculation ----
+
+
+def test_stock_models_guess_the_next_layers_experts(case: Case) -> None:
+    """A guess has the stage of the selection before it; a delay is window enough."""
+    experts: ExpertOptions = {"cache": cache_of(case, 0.5)}
+    model = Model(str(case.path), experts=experts)
+    stages = {op.name: op.stage for op in model.ops}
+    routed = [i for i, layer in enumerate(model.layers) if layer.n_experts]
+    guessed = [i for i in routed if f"L{i}.guess" in stages]
+    is_delayed = any(layer.expert_delay for layer in model.layers)
+    assert guessed == ([] if is_delayed else [i for i in routed if i - 1 in routed])
+    for i in guessed:
+        assert stages[f"L{i}.guess"] == stages[f"L{i - 1}.select"]
+    plain = Model(str(case.path), experts={**experts, "speculate": False})
+    assert not any("guess" in op.name for op in plain.ops)
+    assert plain.plan == Model(str(case.path)).plan
+
+
+def test_every_guess_is_useful_late_wasted_or_still_there(case: Case) -> None:
+    model = Model(str(case.path), experts={"cache": cache_of(case, 0.5)})
+    run(open_context(model))
+    tier = model.tier
+    assert tier is not None
+    pending = tier.speculated - tier.useful - tier.late - tier.wasted
+    assert 0 <= pending <= tier.n_slots
+    assert (tier.speculated > 0) == any("guess" in op.name for op in model.ops)
+    if tier.speculated:
+        assert tier.useful + tier.late > tier.wasted
+
+
 # ---- accounts ----
 
 
 def test_usage_of_a_step_adds_up_to_the_counters(case: Case) -> None:
-    """reads = misses + wasted + extra_reads, each a padded record."""
+    """Every miss is a padded record, charged to one row."""
     model = Model(str(case.path), experts={"cache": cache_of(case, 0.25)})
     context = open_context(model)
     usage = []
