@@ -15,8 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from cflow.engine import machine, native
+from cflow.engine.bare import open_bare, step
+from cflow.engine.config import EngineConfig
+from cflow.engine.disk_probe import probe_disk
 from cflow.engine.errors import CflowError
-from cflow.engine.native import Context, Model, Pick, Row, const
+from cflow.engine.experts import ExpertBank
+from cflow.engine.native import Context, Model, Pick, Row, TierStats, const
 from cflow.engine.reports import Report, silent
 
 MAX_STEP_ROWS = 512
@@ -47,6 +51,59 @@ class Batch:
 
 
 @dataclass(frozen=True)
+class TierUse:
+    """What some tokens cost of an expert cache."""
+
+    tokens: int
+    hits: int
+    misses: int
+    disk_bytes: int
+    stall_s: float
+
+    @staticmethod
+    def between(before: TierStats, after: TierStats, tokens: int) -> TierUse:
+        return TierUse(
+            tokens,
+            after.hits - before.hits,
+            after.misses - before.misses,
+            after.disk_bytes - before.disk_bytes,
+            (after.stall_ns - before.stall_ns) / 1e9,
+        )
+
+    def floor_tok_s(self, disk_gb_s: float) -> float | None:
+        """Tokens a second if nothing but the disk took time; None if nothing was read."""
+        return disk_gb_s * 1e9 * self.tokens / self.disk_bytes if self.disk_bytes else None
+
+
+@dataclass(frozen=True)
+class Tier:
+    """An expert cache, and what prefill and one stream's decode cost of it in all their runs."""
+
+    records: int
+    slots: int
+    io: str  # "direct" or "cached"
+    prefill: TierUse
+    decode: TierUse
+    disk_probe_gb_s: float
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "expert_records": self.records,
+            "expert_slots": self.slots,
+            "expert_io": self.io,
+            "expert_hits": self.decode.hits,
+            "expert_misses": self.decode.misses,
+            "disk_bytes": self.decode.disk_bytes,
+            "stall_s": self.decode.stall_s,
+            "disk_probe_gb_s": self.disk_probe_gb_s,
+            "disk_floor_tok_s": self.decode.floor_tok_s(self.disk_probe_gb_s),
+            "prefill_expert_misses": self.prefill.misses,
+            "prefill_disk_bytes": self.prefill.disk_bytes,
+            "prefill_disk_floor_tok_s": self.prefill.floor_tok_s(self.disk_probe_gb_s),
+        }
+
+
+@dataclass(frozen=True)
 class BenchResult:
     model: str
     quant: str
@@ -62,6 +119,7 @@ class BenchResult:
     threads: int
     resident_bytes: int
     huge_page_ratio: float
+    tier: Tier | None  # where experts come from disk
 
     @property
     def read_gb_s(self) -> float:
@@ -95,52 +153,44 @@ class BenchResult:
             "threads": self.threads,
             "resident_bytes": self.resident_bytes,
             "huge_page_ratio": self.huge_page_ratio,
+            **(self.tier.to_json() if self.tier else {}),
         }
 
 
 def run(
-    path: Path | str,
+    config: EngineConfig,
     *,
     prompt: int = 512,
     gen: int = 128,
     batch: Sequence[int] = (1, 4, 16),
     runs: int = 3,
-    threads: int | None = None,
-    isa: str | None = None,
-    kv: str = "f16",
-    precision: str = "int8",
     progress: Report = silent,
 ) -> BenchResult:
-    """Loads the model at `path` and measures it, `runs` times each; threads None: as many as pay."""
-    threads = threads or machine.cores().threads
-    model = Model(
-        str(path),
-        threads=threads,
-        as_f32=precision == "f32",
-        progress=lambda done, total: progress("load", done, total),
-    )
-    _check(model, prompt, gen, batch, runs)
+    """Loads the model of config and measures it, `runs` times each."""
+    header = Model(config.model, header_only=True)
+    _check(header, prompt, gen, batch, runs)
     streams = max([1, *batch])
-    context = Context(
-        model,
-        threads=threads,
-        isa=isa,
+    model, context, threads = open_bare(
+        config,
+        progress,
         max_rows=max(streams, min(prompt, MAX_STEP_ROWS)),
         max_sequences=streams,
         max_context=max(prompt, gen, WARM_UP_STEPS),
         n_kv_blocks=_n_blocks(prompt) + streams * _n_blocks(gen),
-        kv_type="f32" if precision == "f32" else kv,
     )
     bench = _Bench(context, model.header.n_tokens, runs, progress)
     bench.warm_up()
-    before = _probe(threads, progress)
+    before, disk_before = _probe(threads, progress), _probe_disk(model, config, progress)
+    tiers = [model.tier]
     prefill = bench.prefill(prompt)
+    tiers.append(model.tier)
     decode = bench.decode(1, gen)
+    tiers.append(model.tier)
     rates = [Batch(n, decode if n == 1 else bench.decode(n, gen)) for n in batch]
-    after = _probe(threads, progress)
+    after, disk_after = _probe(threads, progress), _probe_disk(model, config, progress)
     memory = model.memory
     return BenchResult(
-        model=model.metadata.get("name") or Path(path).stem,
+        model=model.metadata.get("name") or Path(config.model).stem,
         quant=model.encoding,
         prompt=prompt,
         gen=gen,
@@ -154,6 +204,24 @@ def run(
         threads=threads,
         resident_bytes=memory.resident_bytes,
         huge_page_ratio=memory.huge_bytes / memory.resident_bytes,
+        tier=_tier(tiers, runs * prompt, runs * gen, max(disk_before, disk_after)),
+    )
+
+
+def _tier(
+    stats: Sequence[TierStats | None], n_prompt: int, n_gen: int, disk_gb_s: float
+) -> Tier | None:
+    """stats: before prefill, after it, after decode."""
+    first, between, last = stats
+    if first is None or between is None or last is None:
+        return None
+    return Tier(
+        records=last.n_records,
+        slots=last.n_slots,
+        io="direct" if last.direct_io else "cached",
+        prefill=TierUse.between(first, between, n_prompt),
+        decode=TierUse.between(between, last, n_gen),
+        disk_probe_gb_s=disk_gb_s,
     )
 
 
@@ -177,6 +245,16 @@ def _probe(threads: int, report: Report) -> float:
     n_bytes = max(PROBE_BYTES, 4 * machine.cpu().l3_bytes)
     rate = native.probe_bandwidth(n_bytes, threads, PROBE_PASSES) / 1e9
     report("probe", 1, 1)
+    return rate
+
+
+def _probe_disk(model: Model, config: EngineConfig, report: Report) -> float:
+    """GB/s of direct reads of the model's experts, where they come from disk."""
+    if model.tier is None:
+        return 0.0
+    report("disk probe", 0, 1)
+    rate = probe_disk(Path(model.path), ExpertBank.of(model), config.expert_reads) / 1e9
+    report("disk probe", 1, 1)
     return rate
 
 
@@ -213,7 +291,7 @@ class _Bench:
             start = time.perf_counter()
             for first in range(0, n, MAX_STEP_ROWS):
                 chunk = rows[first : first + MAX_STEP_ROWS]
-                self._step(chunk)
+                step(self._context, chunk)
             self._context.sample([Pick(len(chunk) - 1, temperature=0.0)])
             rates.append(n / (time.perf_counter() - start))
         self._report("prefill", self._runs, self._runs)
@@ -238,10 +316,6 @@ class _Bench:
         flags = const.CFLOW_ROW_LOGITS
         for position in range(n):
             fed = tokens[position * streams : (position + 1) * streams]
-            self._step([Row(s, token, position, flags) for s, token in enumerate(fed)])
+            step(self._context, [Row(s, t, position, flags) for s, t in enumerate(fed)])
             self._context.sample(picks)
             yield position + 1
-
-    def _step(self, rows: Sequence[Row]) -> None:
-        if any(self._context.step(rows).status):
-            raise CflowError("the model's logits are not finite")

@@ -14,7 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from cflow.engine import machine
+from cflow.engine.bare import open_bare, step
+from cflow.engine.config import EngineConfig
 from cflow.engine.errors import CflowError
 from cflow.engine.native import Context, Model, Row, const
 from cflow.engine.reports import Report, silent
@@ -41,29 +42,27 @@ class PerplexityResult:
 
 
 def run(
-    path: Path | str,
+    config: EngineConfig,
     text_file: Path | str,
     *,
     windows: int | None = None,
-    threads: int | None = None,
-    isa: str | None = None,
-    kv: str = "f16",
-    precision: str = "int8",
     progress: Report = silent,
 ) -> PerplexityResult:
-    """Scores the first `windows` windows of the file (None: all) with the model at `path`."""
-    threads = threads or machine.cores().threads
+    """Scores the first `windows` windows of the file (None: all) with the model of config."""
     text = _read(Path(text_file))
-    model = Model(
-        str(path),
-        threads=threads,
-        as_f32=precision == "f32",
-        progress=lambda done, total: progress("load", done, total),
-    )
-    todo = _windows(model, text)[:windows]
+    todo = _windows(Model(config.model, header_only=True), text)[:windows]
     if not todo:
         raise CflowError(f"{text_file}: fewer than two tokens, nothing to score")
-    context = _context(model, threads, isa, "f32" if precision == "f32" else kv)
+    n_blocks = WINDOW // const.CFLOW_KV_BLOCK
+    model, context, threads = open_bare(
+        config,
+        progress,
+        max_rows=WINDOW,
+        max_sequences=1,
+        max_context=WINDOW,
+        n_kv_blocks=n_blocks,
+    )
+    context.bind(0, range(n_blocks))
     losses: list[float] = []
     start = time.perf_counter()
     for n_done, window in enumerate(todo):
@@ -73,7 +72,7 @@ def run(
     elapsed_s = time.perf_counter() - start
     mean, stderr = _mean(losses)
     return PerplexityResult(
-        model=model.metadata.get("name") or Path(path).stem,
+        model=model.metadata.get("name") or Path(config.model).stem,
         quant=model.encoding,
         perplexity=math.exp(mean),
         mean_nll=mean,
@@ -84,23 +83,6 @@ def run(
         isa=context.isa,
         threads=threads,
     )
-
-
-def _context(model: Model, threads: int, isa: str | None, kv: str) -> Context:
-    """For one window at a time."""
-    n_blocks = WINDOW // const.CFLOW_KV_BLOCK
-    context = Context(
-        model,
-        threads=threads,
-        isa=isa,
-        max_rows=WINDOW,
-        max_sequences=1,
-        max_context=WINDOW,
-        n_kv_blocks=n_blocks,
-        kv_type=kv,
-    )
-    context.bind(0, range(n_blocks))
-    return context
 
 
 def _read(text_file: Path) -> str:
@@ -129,10 +111,7 @@ def _losses(context: Context, window: Sequence[int]) -> list[float]:
         Row(0, token, i, const.CFLOW_ROW_SCORE, target)
         for i, (token, target) in enumerate(itertools.pairwise(window))
     ]
-    result = context.step(rows)
-    if any(result.status):
-        raise CflowError("the model's logits are not finite")
-    return [-score.logprob for score in result.scores]
+    return [-score.logprob for score in step(context, rows).scores]
 
 
 def _mean(losses: Sequence[float]) -> tuple[float, float]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from cflow.engine import bench
+from cflow.engine.config import EngineConfig
 from cflow.engine.lab import results
 from cflow.engine.lab.page import HERE, NOT_YET, Claim, table
 from cflow.engine.lab.results import (
@@ -146,9 +147,8 @@ def measure_big_models(path: Path, folder: Path, here: str, threads: int, report
 def _big_run(shape: str, path: Path, threads: int, report: Report) -> BigRun:
     try:
         synth(shape, path, progress=lambda done, total: report(f"synth {shape}", done, total))
-        found = bench.run(
-            path, prompt=BIG_PROMPT, gen=BIG_GEN, batch=(), threads=threads, progress=report
-        )
+        config = EngineConfig(model=str(path), threads=threads)
+        found = bench.run(config, prompt=BIG_PROMPT, gen=BIG_GEN, batch=(), progress=report)
         file_bytes = path.stat().st_size
     finally:
         path.unlink(missing_ok=True)

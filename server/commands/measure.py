@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,18 +15,10 @@ from cflow.server.options import engine_flags, read_engine
 from cflow.server.progress import count_progress
 
 if TYPE_CHECKING:
-    from cflow.engine.bench import BenchResult
+    from cflow.engine.bench import BenchResult, Tier
 
 
-def _bare_engine(engine: dict[str, Any]) -> dict[str, Any]:
-    """The settings that count without a scheduler."""
-    config = read_engine("unused", engine)
-    return {
-        "threads": config.threads,
-        "isa": config.isa,
-        "kv": config.kv,
-        "precision": config.precision,
-    }
+BARE_FLAGS = ("threads", "kv", "precision", "expert_cache", "expert_io", "isa")
 
 
 def _read_batches(text: str) -> tuple[int, ...]:
@@ -35,7 +28,7 @@ def _read_batches(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
-@engine_flags("threads", "kv", "precision", "isa")
+@engine_flags(*BARE_FLAGS)
 def bench(
     model: MODEL,
     engine: dict[str, Any],
@@ -47,11 +40,11 @@ def bench(
     """Measure prefill, decode and batched decode beside the memory bandwidth of this machine."""
     from cflow.engine import bench as bencher
 
-    settings, batches, path = _bare_engine(engine), _read_batches(batch), resolve(model)
+    # Wrong settings are told before a long download.
+    batches, config = _read_batches(batch), read_engine("", engine)
+    config = replace(config, model=str(resolve(model)))
     with count_progress() as report:
-        found = bencher.run(
-            path, prompt=prompt, gen=gen, batch=batches, progress=report, **settings
-        )
+        found = bencher.run(config, prompt=prompt, gen=gen, batch=batches, progress=report)
     print_json(found.to_json()) if json else _print_bench(found)
 
 
@@ -72,10 +65,27 @@ def _print_bench(found: BenchResult) -> None:
             f"{size(found.resident_bytes)}, {100 * found.huge_page_ratio:.0f} % in huge pages",
         ),
     ]
+    if found.tier:
+        rows += _tier_rows(found.tier)
     table(f"{found.model} ({found.quant})", rows)
 
 
-@engine_flags("threads", "kv", "precision", "isa")
+def _tier_rows(tier: Tier) -> list[tuple[str, str]]:
+    decode, disk = tier.decode, tier.disk_probe_gb_s
+    floor = decode.floor_tok_s(disk)
+    return [
+        ("experts", f"{tier.slots} of {tier.records} in memory, {tier.io} reads"),
+        ("hits", f"{decode.hits} of {decode.hits + decode.misses} in decode"),
+        (
+            "disk",
+            f"{size(decode.disk_bytes / decode.tokens)} a token, {disk:.2f} GB/s by direct reads"
+            + (f": at most {floor:.2f} tokens/s" if floor else ""),
+        ),
+        ("stalls", f"{1000 * decode.stall_s / decode.tokens:.1f} ms a token"),
+    ]
+
+
+@engine_flags(*BARE_FLAGS)
 def perplexity(
     model: MODEL,
     file: Annotated[Path, typer.Argument(help="A UTF-8 text.")],
@@ -88,9 +98,10 @@ def perplexity(
     """Score a text: windows of 512 tokens, no overlap, all but the first token of each."""
     from cflow.engine import perplexity as scorer
 
-    settings, path = _bare_engine(engine), resolve(model)
+    config = read_engine("", engine)  # before a long download, as above
+    config = replace(config, model=str(resolve(model)))
     with count_progress() as report:
-        found = scorer.run(path, file, windows=windows, progress=report, **settings)
+        found = scorer.run(config, file, windows=windows, progress=report)
     if json:
         print_json(found.to_json())
         return

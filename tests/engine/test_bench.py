@@ -1,12 +1,15 @@
 """What the benchmark reports; how fast it is asserts nobody."""
 
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cflow.engine import bench, native
+from cflow.engine import bare, bench, native
+from cflow.engine.config import EngineConfig
 from cflow.engine.errors import CflowError
+from cflow.engine.experts import ExpertBank
 from oracles.random_model import EXPERTS, RandomModel
 
 
@@ -16,15 +19,19 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return RandomModel([{}, dict(EXPERTS)], context=1024).write(file, "q8_0")
 
 
+def config(path: Path, **settings: Any) -> EngineConfig:
+    return EngineConfig(model=str(path), threads=1, **settings)
+
+
 @pytest.fixture(autouse=True)
 def probe(monkeypatch: pytest.MonkeyPatch) -> None:
     """The real one takes a GiB."""
-    rates = iter([20e9, 25e9])
+    rates = cycle([20e9, 25e9])
     monkeypatch.setattr(native, "probe_bandwidth", lambda *_: next(rates))
 
 
 def test_the_report_holds_what_the_design_names(path: Path) -> None:
-    result = bench.run(path, prompt=700, gen=5, batch=(1, 3), runs=3, threads=1, isa="scalar")
+    result = bench.run(config(path, isa="scalar"), prompt=700, gen=5, batch=(1, 3), runs=3)
     report = result.to_json()
     assert report["model"] == "random"
     assert report["quant"] == "q8_0"
@@ -50,12 +57,11 @@ def check_runs(rate: float, runs: dict[str, float]) -> None:
 def test_every_phase_reports_its_end(path: Path) -> None:
     seen: dict[str, list[tuple[int, int]]] = {}
     bench.run(
-        path,
+        config(path),
         prompt=4,
         gen=3,
         batch=(2,),
         runs=2,
-        threads=1,
         progress=lambda what, done, total: seen.setdefault(what, []).append((done, total)),
     )
     assert set(seen) == {"load", "probe", "prefill", "decode 1", "decode 2"}
@@ -65,17 +71,38 @@ def test_every_phase_reports_its_end(path: Path) -> None:
 
 
 def test_the_smallest_run(path: Path) -> None:
-    assert bench.run(path, prompt=1, gen=1, batch=(), runs=1, threads=1).decode.min > 0
+    assert bench.run(config(path), prompt=1, gen=1, batch=(), runs=1).decode.min > 0
 
 
 def test_the_debugging_precision(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[Any] = []
-    monkeypatch.setattr(bench, "Model", lambda *a, **k: opened.append(k) or native.Model(*a, **k))
+    monkeypatch.setattr(bare, "Model", lambda *a, **k: opened.append(k) or native.Model(*a, **k))
     monkeypatch.setattr(
-        bench, "Context", lambda *a, **k: opened.append(k) or native.Context(*a, **k)
+        bare, "Context", lambda *a, **k: opened.append(k) or native.Context(*a, **k)
     )
-    bench.run(path, prompt=4, gen=2, batch=(), runs=1, threads=1, precision="f32", kv="q8")
-    assert (opened[0]["as_f32"], opened[1]["kv_type"]) == (True, "f32")
+    bench.run(config(path, precision="f32", kv="q8"), prompt=4, gen=2, batch=(), runs=1)
+    header, model, context = opened
+    assert header["header_only"]
+    assert (model["as_f32"], context["kv_type"]) == (True, "f32")
+
+
+def test_experts_from_disk_are_accounted_for(path: Path) -> None:
+    """1 layer of 6 experts, 2 a token, of which 3 fit: every want is a hit or a miss, every miss a
+    record read."""
+    cached = config(path, expert_cache="50%")
+    result = bench.run(cached, prompt=40, gen=5, batch=(1, 2), runs=3)
+    report = result.to_json()
+    assert (report["expert_slots"], report["expert_records"]) == (3, 6)
+    assert report["expert_hits"] + report["expert_misses"] == 3 * 5 * 2
+    record_bytes = ExpertBank.of(native.Model(str(path), header_only=True)).record_bytes
+    assert report["disk_bytes"] == report["expert_misses"] * record_bytes
+    assert report["stall_s"] >= 0
+    assert report["disk_probe_gb_s"] > 0
+    per_token = report["disk_bytes"] / (3 * 5)
+    floor = report["disk_probe_gb_s"] * 1e9 / per_token
+    assert report["disk_floor_tok_s"] == pytest.approx(floor)
+    assert report["prefill_expert_misses"] >= 3  # more experts than fit are wanted
+    assert "disk_bytes" not in bench.run(config(path), prompt=1, gen=1, batch=(), runs=1).to_json()
 
 
 @pytest.mark.parametrize(
@@ -89,4 +116,4 @@ def test_the_debugging_precision(path: Path, monkeypatch: pytest.MonkeyPatch) ->
 )
 def test_sizes_out_of_range_are_named(path: Path, sizes: dict[str, Any], text: str) -> None:
     with pytest.raises(CflowError, match=text):
-        bench.run(path, **sizes)
+        bench.run(config(path), **sizes)

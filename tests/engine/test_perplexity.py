@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from cflow.engine import perplexity
+from cflow.engine.config import EngineConfig
 from cflow.engine.convert import convert
 from cflow.engine.errors import CflowError
 from cflow.engine.native import Model
@@ -59,11 +60,15 @@ def set_metadata(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
     monkeypatch.setattr(Model, "metadata", property(lambda self: read(self) | changes))
 
 
+def config(path: Path, **settings: Any) -> EngineConfig:
+    return EngineConfig(model=str(path), threads=1, **settings)
+
+
 def test_windows_without_bos(
     path: Path, text_file: Path, oracle: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_metadata(monkeypatch, add_bos=False, bos_id=BOS)
-    result = perplexity.run(path, text_file, threads=1, precision="f32")
+    result = perplexity.run(config(path, precision="f32"), text_file)
     expected = loss(oracle, cut(512))
     assert result.mean_nll == pytest.approx(expected, rel=1e-4)
     assert result.perplexity == pytest.approx(math.exp(expected), rel=1e-3)
@@ -74,7 +79,7 @@ def test_windows_begin_with_bos_where_the_tokenizer_says_so(
     path: Path, text_file: Path, oracle: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_metadata(monkeypatch, add_bos=True, bos_id=BOS)
-    result = perplexity.run(path, text_file, threads=1, precision="f32")
+    result = perplexity.run(config(path, precision="f32"), text_file)
     expected = loss(oracle, [[BOS, *window] for window in cut(511)])
     assert result.mean_nll == pytest.approx(expected, rel=1e-4)
     assert (result.n_windows, result.n_scored) == (3, 1100)
@@ -86,7 +91,7 @@ def test_only_the_first_windows_are_scored(
     set_metadata(monkeypatch, add_bos=False)
     seen: list[tuple[str, int, int]] = []
     result = perplexity.run(
-        path, text_file, windows=1, threads=1, progress=lambda *args: seen.append(args)
+        config(path), text_file, windows=1, progress=lambda *args: seen.append(args)
     )
     assert (result.n_windows, result.n_scored) == (1, 511)
     assert result.mean_nll == pytest.approx(loss(oracle, cut(512)[:1]), rel=0.02)  # int8
@@ -96,10 +101,10 @@ def test_only_the_first_windows_are_scored(
 
 def test_texts_that_cannot_be_scored_are_named(path: Path, tmp_path: Path) -> None:
     with pytest.raises(CflowError, match=r"none.*No such file"):
-        perplexity.run(path, tmp_path / "none")
+        perplexity.run(config(path), tmp_path / "none")
     (tmp_path / "latin").write_bytes(b"caf\xe9")
     with pytest.raises(CflowError, match="latin is not UTF-8 at byte 3"):
-        perplexity.run(path, tmp_path / "latin")
+        perplexity.run(config(path), tmp_path / "latin")
     (tmp_path / "short").write_text("a")
     with pytest.raises(CflowError, match="short: fewer than two tokens"):
-        perplexity.run(path, tmp_path / "short")
+        perplexity.run(config(path), tmp_path / "short")

@@ -1,0 +1,69 @@
+"""A model and one context without a scheduler, for measuring: the caller says how large."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, TypedDict, Unpack
+
+from cflow.engine import machine
+from cflow.engine.config import EngineConfig
+from cflow.engine.errors import CflowError
+from cflow.engine.experts import (
+    ExpertBank,
+    choose_cache,
+    expert_options,
+    room_for_experts,
+    weight_bytes,
+)
+from cflow.engine.native import Context, ContextOptions, Model, Row, StepResult, context_memory
+from cflow.engine.reports import Report
+
+
+class Sizes(TypedDict):
+    max_rows: int
+    max_sequences: int
+    max_context: int
+    n_kv_blocks: int
+
+
+class Bare(NamedTuple):
+    model: Model
+    context: Context
+    threads: int
+
+
+def open_bare(config: EngineConfig, report: Report, **sizes: Unpack[Sizes]) -> Bare:
+    """The settings of config that count without a scheduler, as the server understands them."""
+    threads = config.threads or machine.cores().threads
+    as_f32 = config.precision == "f32"
+    options: ContextOptions = {
+        "threads": threads,
+        "isa": config.isa,
+        "kv_type": "f32" if as_f32 else config.kv,
+        "max_rows": sizes["max_rows"],
+        "max_sequences": sizes["max_sequences"],
+        "max_context": sizes["max_context"],
+        "n_kv_blocks": sizes["n_kv_blocks"],
+    }
+    header = Model(config.model, header_only=True, as_f32=as_f32)
+    bank = ExpertBank.of(header)
+    taken = weight_bytes(header, as_f32=as_f32) - bank.n_bytes
+    taken += sum(context_memory(header, **options))
+    cache = choose_cache(config, bank, room_for_experts(machine.memory().available, taken))
+    model = Model(
+        config.model,
+        threads=threads,
+        as_f32=as_f32,
+        experts=expert_options(config, cache),
+        progress=lambda done, total: report("load", done, total),
+    )
+    return Bare(model, Context(model, **options), threads)
+
+
+def step(context: Context, rows: Sequence[Row]) -> StepResult:
+    """A step all of whose rows come out well. CflowError says why one did not."""
+    result = context.step(rows)
+    failed = next((i for i, status in enumerate(result.status) if status), None)
+    if failed is not None:
+        raise CflowError(context.row_error(failed) or "the model's logits are not finite")
+    return result
