@@ -53,7 +53,7 @@ def load(config: EngineConfig, report: Report) -> Loaded:
     threads = config.threads or machine.cores().threads
     as_f32 = config.precision == "f32"
     kv = "f32" if as_f32 else config.kv
-    share = _share_memory(config, kv)
+    share = share_memory(config)
     model = Model(
         config.model,
         threads=threads,
@@ -89,28 +89,35 @@ def load(config: EngineConfig, report: Report) -> Loaded:
 
 
 @dataclass(frozen=True, slots=True)
-class _Share:
+class Share:
     """What goes to KV, and what to experts: 0 for all of them."""
 
     capacity: Capacity
     expert_cache: int
 
 
-def _share_memory(config: EngineConfig, kv: str) -> _Share:
-    """Before anything is loaded. All experts stay in memory if that leaves some for KV."""
+def share_memory(config: EngineConfig) -> Share:
+    """From the model's header. All experts stay in memory if that leaves some for KV. EngineError if
+    not even the smallest cache does."""
     as_f32 = config.precision == "f32"
+    kv = "f32" if as_f32 else config.kv
     model = Model(config.model, header_only=True, as_f32=as_f32)
     bank, available = ExpertBank.of(model), machine.memory().available
     fixed = weight_bytes(model, as_f32=as_f32) - bank.n_bytes
     one = _options(config, 1, kv, Capacity(max_context=1, n_kv_blocks=1))
     block_bytes, _ = context_memory(model, **one)
 
-    def share(expert_bytes: int) -> _Share:
+    def share(expert_bytes: int) -> Share:
         """With KV beside so many bytes of experts."""
-        left = max(available - fixed - expert_bytes, 0)
+        left = available - fixed - expert_bytes
+        if left <= 0 and config.kv_memory is None:
+            message = (
+                f"the weights need {fixed + expert_bytes:,} bytes, {available:,} are available"
+            )
+            raise EngineError("out_of_memory", message)
         capacity = fit_capacity(config, model.header.context, block_bytes, left)
         taken = fixed + sum(context_memory(model, **_options(config, 1, kv, capacity)))
-        return _Share(capacity, choose_cache(config, bank, room_for_experts(available, taken)))
+        return Share(capacity, choose_cache(config, bank, room_for_experts(available, taken)))
 
     if config.expert_cache is not None:
         return share(min(asked_cache(config.expert_cache, bank), bank.n_bytes))

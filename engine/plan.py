@@ -8,6 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from cflow.engine import machine, native
+from cflow.engine.config import EngineConfig
+from cflow.engine.disk_probe import probe_disk
+from cflow.engine.errors import EngineError
+from cflow.engine.experts import ExpertBank, weight_bytes
+from cflow.engine.loading import share_memory
 from cflow.engine.native import Model
 from cflow.engine.native_types import OpInfo
 from cflow.engine.synth import shape_names, synth_header
@@ -36,7 +41,13 @@ class Plan:
     layer_bytes: int
     critical_path_bytes: int
     critical_path_closed_form_bytes: float
-    resident_bytes: int
+    resident_bytes: int  # weights in memory
+    n_experts: int  # of all layers
+    expert_bytes: int  # what they take
+    expert_cache_bytes: int  # memory for them, part of resident_bytes
+    disk_bytes_per_token: float  # read by one stream if all experts are wanted equally often
+    disk_gb_s: float | None  # direct reads of experts; None where there is nothing to read
+    problem: str | None  # why the model does not fit
     kv_bytes_per_token: int
     context: int
     available_bytes: int  # memory this machine can give
@@ -46,8 +57,12 @@ class Plan:
 
     @property
     def predicted_decode_tok_s(self) -> float:
-        """One stream: memory bandwidth over the bytes of a token."""
-        return self.probe_gb_s * 1e9 / self.bytes_per_token
+        """One stream: memory bandwidth over the bytes of a token, or what the disk allows where that
+        is less, reads hidden behind compute."""
+        tok_s = self.probe_gb_s * 1e9 / self.bytes_per_token
+        if self.disk_gb_s is not None:
+            tok_s = min(tok_s, self.disk_gb_s * 1e9 / self.disk_bytes_per_token)
+        return tok_s
 
     @property
     def context_in_memory(self) -> int:
@@ -69,11 +84,15 @@ def is_shape(reference: str) -> bool:
     return reference in shape_names() or reference.endswith(".toml")
 
 
-def run(path: Path) -> Plan:
-    """The plan of a model file, next to this machine. Measures memory bandwidth: some seconds."""
+def run(path: Path, expert_cache: int | str | None = None) -> Plan:
+    """The plan of a model file, next to this machine, with a server's defaults but for expert_cache.
+    Measures memory bandwidth, and the disk where it counts: some seconds."""
     model = Model(str(path), header_only=True)
     info, threads = model.plan, machine.cores().threads
     n_bytes = max(PROBE_BYTES, 4 * machine.cpu().l3_bytes)
+    bank, config = ExpertBank.of(model), EngineConfig(model=str(path), expert_cache=expert_cache)
+    cache, problem = _expert_cache(config, bank)
+    disk_bytes = _disk_bytes_per_token(model, bank, cache)
     return Plan(
         model=str(model.metadata.get("name") or path.stem),
         n_stages=info.n_stages,
@@ -82,7 +101,13 @@ def run(path: Path) -> Plan:
         layer_bytes=info.layer_bytes,
         critical_path_bytes=info.critical_path_bytes,
         critical_path_closed_form_bytes=info.critical_path_closed_form_bytes,
-        resident_bytes=model.header.file_bytes,  # all but some small sections stays in memory
+        resident_bytes=weight_bytes(model, as_f32=False) - bank.n_bytes + cache,
+        n_experts=bank.n_records,
+        expert_bytes=bank.n_bytes,
+        expert_cache_bytes=cache,
+        disk_bytes_per_token=disk_bytes,
+        disk_gb_s=_probe_disk(path, bank, config) if disk_bytes else None,
+        problem=problem,
         kv_bytes_per_token=info.kv_bytes_per_token,
         context=model.header.context,
         available_bytes=machine.memory().available,
@@ -92,12 +117,38 @@ def run(path: Path) -> Plan:
     )
 
 
-def run_shape(shape: str) -> Plan:
-    """The plan of a shape of configs/shapes, in q4_0; no weights are made."""
+def run_shape(shape: str, expert_cache: int | str | None = None) -> Plan:
+    """The plan of a shape of configs/shapes, in q4_0; no weights are made, so the disk is not known."""
     with tempfile.TemporaryDirectory(prefix="cflow-plan-") as folder:
         path = Path(folder) / f"{Path(shape).stem}.cflow"
         synth_header(shape, path)
-        return run(path)
+        return run(path, expert_cache)
+
+
+def _expert_cache(config: EngineConfig, bank: ExpertBank) -> tuple[int, str | None]:
+    """Bytes of memory that experts get, and what is wrong if the model cannot run."""
+    try:
+        return share_memory(config).expert_cache or bank.n_bytes, None
+    except EngineError as error:
+        if error.code != "out_of_memory":
+            raise
+        return bank.n_bytes, str(error)
+
+
+def _disk_bytes_per_token(model: Model, bank: ExpertBank, cache: int) -> float:
+    """What one stream misses if every expert is as likely as any other."""
+    if cache == bank.n_bytes:
+        return 0.0
+    n_wanted = sum(layer.top_k for layer in model.layers if layer.n_experts)
+    hit_ratio = cache // bank.record_bytes / bank.n_records
+    return n_wanted * (1 - hit_ratio) * bank.n_bytes / bank.n_records
+
+
+def _probe_disk(path: Path, bank: ExpertBank, config: EngineConfig) -> float | None:
+    """GB/s; None for a file without its weights."""
+    if path.stat().st_size <= bank.n_bytes:
+        return None
+    return probe_disk(path, bank, config.expert_reads) / 1e9
 
 
 def _stages(ops: list[OpInfo]) -> tuple[Stage, ...]:

@@ -10,6 +10,7 @@ import typer
 
 from cflow.server.commands.models import MODEL, resolve
 from cflow.server.commands.output import Json, print_json, size, table
+from cflow.server.options import engine_flags, read_engine
 from cflow.server.progress import byte_progress, console
 
 if TYPE_CHECKING:
@@ -68,25 +69,32 @@ def synth(
     console.print(f"cflow: wrote {out} ({size(out.stat().st_size)})")
 
 
+@engine_flags("expert_cache")
 def plan(
     model: Annotated[str, typer.Argument(help="A model, or a shape of configs/shapes.")],
+    engine: dict[str, Any],
     json: Json = False,
 ) -> None:
     """Say what a model needs and how fast it will be here, before loading it."""
     from cflow.engine import plan as planner
 
+    cache = read_engine(model, engine).expert_cache
     is_shape = planner.is_shape(model)
-    found = planner.run_shape(model) if is_shape else planner.run(resolve(model))
+    found = planner.run_shape(model, cache) if is_shape else planner.run(resolve(model), cache)
     print_json(found.to_json()) if json else _print_plan(found)
 
 
 def _print_plan(plan: Plan) -> None:
-    fits = "fits" if plan.resident_bytes < plan.available_bytes else "does NOT fit"
+    fits = "does NOT fit" if plan.problem else "fits"
     closed_form = int(plan.critical_path_closed_form_bytes)
     table(
         plan.model,
         [
-            ("weights", f"{size(plan.resident_bytes)}, {fits} in {size(plan.available_bytes)}"),
+            (
+                "weights in memory",
+                f"{size(plan.resident_bytes)}, {fits} in {size(plan.available_bytes)}",
+            ),
+            *_expert_rows(plan),
             ("KV", f"{size(plan.kv_bytes_per_token)} a token (f16)"),
             ("context", f"{plan.context}; memory holds {plan.context_in_memory} positions in all"),
             (
@@ -114,6 +122,20 @@ def _print_plan(plan: Plan) -> None:
             ),
         ],
     )
+    if plan.problem:
+        console.print(f"cflow: {plan.problem}", markup=False)
+
+
+def _expert_rows(plan: Plan) -> list[tuple[str, str]]:
+    if not plan.n_experts:
+        return []
+    share = plan.expert_cache_bytes / plan.expert_bytes
+    rows = [("experts", f"{share:.0%} of {plan.n_experts} in memory, {size(plan.expert_bytes)}")]
+    if plan.disk_bytes_per_token:
+        disk = f"at {plan.disk_gb_s:.2f} GB/s" if plan.disk_gb_s else "at a speed not known here"
+        text = f"{size(plan.disk_bytes_per_token)} a token if all are wanted equally often, {disk}"
+        rows.append(("read from disk", text))
+    return rows
 
 
 def inspect(

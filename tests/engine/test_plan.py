@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 
 from cflow.engine import native, plan, synth
+from cflow.engine.experts import ExpertBank
+from cflow.engine.machine import Memory
 from cflow.engine.native import Model
+from oracles.random_model import EXPERTS, RandomModel
 
 MIB_HALF_BYTE = 16 / 18 / (1 << 20)  # q4_0 stores 18 bytes for 32 weights, scale included
 Open = Callable[..., Model]
@@ -113,3 +116,36 @@ def test_plan_of_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.critical_path_bytes < found.layer_bytes < found.bytes_per_token
     together = next(stage.ops for stage in found.stages if "L2.qkv" in stage.ops)
     assert {"L2.route", "L3.gate_up"} < set(together)  # layer 3's dense FFN reads x_in[2]
+
+
+def test_plan_of_more_experts_than_memory_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2 layers of 6 experts, 2 a token; the cache holds 3 of the 12, so a token misses 3 records."""
+    path = RandomModel([{}, dict(EXPERTS), dict(EXPERTS)]).write(tmp_path / "m.cflow", "q8_0")
+    monkeypatch.setattr(native, "probe_bandwidth", lambda *_: 10e9)
+    monkeypatch.setattr(plan, "probe_disk", lambda *_: 1e6)
+    bank = ExpertBank.of(Model(str(path), header_only=True))
+    everything = plan.run(path)
+    assert (everything.expert_cache_bytes, everything.resident_bytes) == (
+        bank.n_bytes,
+        path.stat().st_size,
+    )
+    assert (everything.disk_bytes_per_token, everything.disk_gb_s) == (0, None)
+    found = plan.run(path, "25%")
+    assert found.expert_cache_bytes == 3 * bank.record_bytes
+    assert found.resident_bytes == path.stat().st_size - 9 * bank.record_bytes
+    assert found.disk_bytes_per_token == 3 * bank.record_bytes
+    assert found.predicted_decode_tok_s == pytest.approx(1e6 / (3 * bank.record_bytes))
+    assert found.problem is None
+
+
+def test_plan_of_what_does_not_fit_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = RandomModel([dict(EXPERTS)]).write(tmp_path / "m.cflow", "q8_0")
+    monkeypatch.setattr(native, "probe_bandwidth", lambda *_: 10e9)
+    little = Memory(total=1 << 16, available=1 << 12, limited_by="test")
+    monkeypatch.setattr(plan.machine, "memory", lambda: little)
+    problem = plan.run(path).problem
+    assert problem is not None
+    assert problem.startswith("the weights need ")
+    assert problem.endswith(" bytes, 4,096 are available")

@@ -1,0 +1,83 @@
+"""What of the memory goes to weights, KV and experts, before anything is loaded."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cflow.engine import machine
+from cflow.engine.config import EngineConfig
+from cflow.engine.errors import EngineError
+from cflow.engine.experts import ExpertBank
+from cflow.engine.loading import Share, share_memory
+from cflow.engine.native import Model, context_memory
+from oracles.random_model import RandomModel
+
+MIB = 1 << 20
+SMALL = {"max_sequences": 1, "max_step_tokens": 1, "context": 32}
+Shared = Callable[..., Share]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """64 experts of 76 kB or so in f32."""
+    layer = {"n_experts": 32, "top_k": 2, "d_expert": 96}
+    file = tmp_path_factory.mktemp("loading") / "m.cflow"
+    return RandomModel([layer, layer]).write(file)
+
+
+@pytest.fixture
+def shared(path: Path, monkeypatch: pytest.MonkeyPatch) -> Shared:
+    """share_memory on a machine with so many bytes to give."""
+
+    def share(available: int, **settings: Any) -> Share:
+        memory = machine.Memory(total=1 << 40, available=available, limited_by="test")
+        monkeypatch.setattr(machine, "memory", lambda: memory)
+        return share_memory(EngineConfig(model=str(path), threads=1, **(SMALL | settings)))
+
+    return share
+
+
+def others(path: Path, share: Share) -> int:
+    """Bytes of everything but experts."""
+    model = Model(str(path), header_only=True)
+    options = {"threads": 1, "max_rows": 1, "max_sequences": 1}
+    kv_and_scratch = context_memory(
+        model,
+        max_context=share.capacity.max_context,
+        n_kv_blocks=share.capacity.n_kv_blocks,
+        **options,
+    )
+    return path.stat().st_size - ExpertBank.of(model).n_bytes + sum(kv_and_scratch)
+
+
+def test_experts_stay_in_memory_as_long_as_they_fit_beside_the_rest(
+    shared: Shared, path: Path
+) -> None:
+    plenty = shared(1 << 30)
+    assert plenty.expert_cache == 0
+    bank = ExpertBank.of(Model(str(path), header_only=True)).n_bytes
+    fits = (others(path, plenty) + bank) * 16 // 15 + 16
+    assert shared(fits).expert_cache == 0
+    less = shared(fits - 32)
+    assert 0 < less.expert_cache < bank
+    assert less.expert_cache == (fits - 32) - (fits - 32) // 16 - others(path, less)
+
+
+def test_with_little_memory_the_smallest_cache_or_an_error_with_numbers(
+    shared: Shared, path: Path
+) -> None:
+    record = ExpertBank.of(Model(str(path), header_only=True)).record_bytes
+    rest = others(path, shared(1 << 30))
+    assert shared((rest + 3 * record) * 16 // 15 + 16).expert_cache // record == 3
+    with pytest.raises(EngineError, match=rf"bytes are left for experts.* {3 * record:,} are"):
+        shared((rest + 2 * record) * 16 // 15)
+    with pytest.raises(EngineError, match=r"the weights need [\d,]+ bytes, 4,096 are available"):
+        shared(4096)
+
+
+def test_a_cache_that_was_asked_for_is_not_questioned(shared: Shared, path: Path) -> None:
+    bank = ExpertBank.of(Model(str(path), header_only=True))
+    assert shared(1 << 30, expert_cache="25%").expert_cache == bank.n_bytes // 4
+    assert shared(1 << 30, expert_cache="100%").expert_cache == 0
