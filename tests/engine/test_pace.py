@@ -29,6 +29,43 @@ def test_prefill_goes_on_however_slow() -> None:
     assert measured(decode_s=0.5, row_s=0.1).n_prefill_rows(4) == MIN_ROWS
 
 
+def test_a_chunk_that_costs_seconds_however_small_is_large_and_leaves_as_much_to_decodes() -> None:
+    """As one that reads most experts from disk: 3 s and 10 ms a row, beside decodes of 0.1 s."""
+    pace = Pace(0.25, 512)
+    chunks: list[int] = []
+    chunk_s = decode_s = 0.0
+    for _ in range(2000):
+        n = pace.n_prefill_rows(4)
+        seconds = 0.1 + (3 + 0.01 * n if n else 0)
+        pace.observe(4, n, seconds)
+        if n:
+            chunks.append(n)
+            chunk_s += seconds
+        else:
+            decode_s += seconds
+    assert chunks[:2] == [UNKNOWN_ROWS, MIN_ROWS]
+    assert all(200 <= n <= 400 for n in chunks[2:])
+    assert abs(chunks[-1] - 300) <= 30
+    assert 0.45 < decode_s / (chunk_s + decode_s) < 0.55
+
+
+def test_what_decodes_are_owed_ends_with_them() -> None:
+    pace = Pace(0.25, 512)
+    for n in (64, 16):
+        pace.observe(4, n, 3 + 0.01 * n)
+    assert pace.n_prefill_rows(4) == 0
+    assert pace.n_prefill_rows(0) == 512
+
+
+def test_slow_rows_are_no_fixed_cost() -> None:
+    """All weights in memory: 50 ms a row beside decodes that exceed the limit by themselves."""
+    pace = Pace(0.25, 512)
+    for n in (64, 16, 16, 40, 16, 16):
+        pace.observe(4, 0, 0.6)
+        pace.observe(4, n, 0.6 + 0.05 * n)
+        assert pace.n_prefill_rows(4) == MIN_ROWS
+
+
 def test_before_anything_is_known_it_is_careful() -> None:
     assert Pace(0.25, 512).n_prefill_rows(3) == UNKNOWN_ROWS
 
