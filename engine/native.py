@@ -179,7 +179,9 @@ def _expert_options(options: ExpertOptions) -> dict[str, Any]:
 
 
 class Model:
-    """An open model file. header_only: without weights, for inspection and plans."""
+    """An open model file. header_only: without weights, for inspection and plans. defer_experts: so
+    many of a token's experts, those with the least weight, join the stream a layer later.
+    """
 
     def __init__(
         self,
@@ -189,6 +191,7 @@ class Model:
         header_only: bool = False,
         as_f32: bool = False,
         experts: ExpertOptions | None = None,
+        defer_experts: int = 0,
         progress: Progress | None = None,
     ) -> None:
         self.path = path
@@ -201,6 +204,7 @@ class Model:
                 "n_threads": threads,
                 "header_only": header_only,
                 "as_f32": as_f32,
+                "defer_experts": defer_experts,
                 "progress": state,
                 **_expert_options(experts or {"cache": 0}),
             },

@@ -248,6 +248,10 @@ typedef struct {
     int32_t expert_threads; /* reads in flight at most, 1 to 64 */
     int32_t speculate; /* 1: where experts have no delay, what the next layer's router makes of the
                           hidden state of this one is read ahead */
+    int32_t defer_experts; /* of a token's experts so many, those with the least weight, join the
+                              stream a layer later, except in the last layer and never all; 0: none,
+                              as the model says */
+    int32_t reserved;
     double expert_timeout_s;   /* above 0: a read without an answer for so long has failed */
     double expert_bytes_per_s; /* bound on what is read in a second; 0: none */
     cflow_progress *progress;  /* NULL allowed */
@@ -256,7 +260,7 @@ typedef struct {
 /* Opens and checks a file, reads its weights by direct I/O where the file system allows it. Errors:
  * EFORMAT names the part and the numbers, EIO, ENOMEM says how many bytes, ECANCELLED; EINVAL with
  * the numbers for an expert cache below a record per read in flight and one more, for a model
- * without experts, or as_f32. */
+ * without experts, or as_f32; for a defer_experts not below every layer's top_k. */
 cflow_status cflow_model_open(cflow_model **out, const cflow_model_options *options,
                               cflow_error *err);
 void cflow_model_close(cflow_model *model);

@@ -62,6 +62,19 @@ static cflow_status check_sections(const cflow_model *m, cflow_error *err) {
                              h->sections[CFLOW_SECTION_TOKEN_BYTES].bytes, err);
 }
 
+static cflow_status check_deferral(const cflow_model *m, int32_t defer, cflow_error *err) {
+    uint32_t least = UINT32_MAX;
+    for (uint32_t i = 0; i < m->header.n_layers; i++)
+        if (m->layers[i].n_experts && m->layers[i].top_k < least) least = m->layers[i].top_k;
+    if (least == UINT32_MAX)
+        return fail(err, CFLOW_EINVAL, "defer_experts is %d, but the model has no experts", defer);
+    if (defer < 0 || (uint32_t)defer >= least)
+        return fail(err, CFLOW_EINVAL,
+                    "defer_experts is %d; a token has %u experts, one of which must stay", defer,
+                    least);
+    return CFLOW_OK;
+}
+
 static cflow_status check_expert_cache(const cflow_model *m, const cflow_model_options *o,
                                        cflow_error *err) {
     const unsigned long long bytes = o->expert_cache;
@@ -105,6 +118,7 @@ static cflow_status open_model(cflow_model *m, file *f, const cflow_model_option
     if (!s) s = check_sections(m, err);
     if (!s) s = tensors_bind(m, err);
     if (!s && options->expert_cache) s = check_expert_cache(m, options, err);
+    if (!s && options->defer_experts) s = check_deferral(m, options->defer_experts, err);
     if (!s && m->header_only && m->as_f32) widen_shapes(m);
     if (!s && !m->header_only) s = load_weights(m, f, options, err);
     if (!s && !m->header_only && options->expert_cache) s = open_tier(m, f, options, hooks, err);
@@ -130,6 +144,7 @@ cflow_status model_open(cflow_model **out, const cflow_model_options *options,
     m->header_only = options->header_only;
     m->as_f32 = options->as_f32;
     m->speculate = options->expert_cache && options->speculate;
+    m->defer = (uint32_t)options->defer_experts;
     file f;
     cflow_status s = file_open(&f, options->path, err);
     if (!s) {

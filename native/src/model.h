@@ -42,7 +42,8 @@ struct cflow_model {
     tier *tier; /* NULL: every record is in memory */
     cflow_memory memory;
     int header_only, as_f32;
-    int speculate; /* 1: the plan guesses the next layer's experts */
+    int speculate;  /* 1: the plan guesses the next layer's experts */
+    uint32_t defer; /* experts of a token that land a layer late */
 };
 
 static inline const cflow_layer *model_layer(const cflow_model *m, uint32_t l) {

@@ -39,14 +39,33 @@ static void select_row(const cflow_ctx *ctx, const cflow_layer *l, const float *
     }
 }
 
-/* Counting sort of all (row, rank) by expert. */
-static void group_rows(const cflow_ctx *ctx, uint32_t layer, const buffer *routed, groups *g,
-                       uint32_t *count) {
+/* How many experts the row chooses. */
+static uint32_t n_chosen(const cflow_ctx *ctx, const cflow_layer *l, uint32_t row) {
+    const uint32_t asked = (uint32_t)ctx->step.rows[row].n_experts;
+    if (ctx->step.row_status[row]) return 0;
+    return asked && asked < l->top_k ? asked : l->top_k;
+}
+
+/* A row's ranks in [first, end) are in the group: the last ones in the late one. */
+static void find_ranks(const cflow_ctx *ctx, const op *o, uint32_t row, int is_late,
+                       uint32_t *first, uint32_t *end) {
+    const cflow_layer *l = model_layer(ctx->model, (uint32_t)o->layer);
+    const uint32_t n = n_chosen(ctx, l, row), defer = ctx->model->defer;
+    uint32_t split = l->top_k;
+    if (o->out[4] != NO_VALUE) split = n > defer ? n - defer : 1;
+    *first = is_late ? split : 0;
+    *end = is_late ? l->top_k : split;
+}
+
+/* Counting sort of all (row, rank) of the group by expert. */
+static void group_rows(const cflow_ctx *ctx, const op *o, const buffer *routed, groups *g,
+                       int is_late, uint32_t *count) {
+    const uint32_t layer = (uint32_t)o->layer, n_rows = ctx->step.n_rows;
     const cflow_layer *l = model_layer(ctx->model, layer);
-    const uint32_t n_rows = ctx->step.n_rows;
+    uint32_t rank, end;
     memset(count, 0, l->n_experts * sizeof *count);
     for (uint32_t row = 0; row < n_rows; row++)
-        for (uint32_t rank = 0; rank < l->top_k; rank++)
+        for (find_ranks(ctx, o, row, is_late, &rank, &end); rank < end; rank++)
             if (routed->f[row * routed->ld + rank] >= 0)
                 count[(uint32_t)routed->f[row * routed->ld + rank]]++;
     uint32_t at = 0;
@@ -60,7 +79,7 @@ static void group_rows(const cflow_ctx *ctx, uint32_t layer, const buffer *route
         at += n;
     }
     for (uint32_t row = 0; row < n_rows; row++)
-        for (uint32_t rank = 0; rank < l->top_k; rank++) {
+        for (find_ranks(ctx, o, row, is_late, &rank, &end); rank < end; rank++) {
             const float id = routed->f[row * routed->ld + rank];
             if (id < 0) continue;
             const uint32_t i = count[(uint32_t)id]++;
@@ -69,25 +88,40 @@ static void group_rows(const cflow_ctx *ctx, uint32_t layer, const buffer *route
         }
 }
 
-static uint32_t n_chosen(const cflow_ctx *ctx, const cflow_layer *l, uint32_t row) {
-    const uint32_t asked = (uint32_t)ctx->step.rows[row].n_experts;
-    if (ctx->step.row_status[row]) return 0;
-    return asked && asked < l->top_k ? asked : l->top_k;
+/* Weights of late ranks go to a buffer of their own; each is 0 where the other counts. */
+static void split_weights(const cflow_ctx *ctx, const op *o, uint32_t row, float *weights,
+                          float *late) {
+    uint32_t rank, end;
+    find_ranks(ctx, o, row, 0, &rank, &end);
+    memset(late, 0, end * sizeof *late);
+    for (find_ranks(ctx, o, row, 1, &rank, &end); rank < end; rank++) {
+        late[rank] = weights[rank];
+        weights[rank] = 0;
+    }
+}
+
+static void make_group(cflow_ctx *ctx, const op *o, int is_late, void *scratch) {
+    const buffer *weights = ctx_buffer(ctx, o->out[is_late ? 3 : 1]);
+    groups *g = ctx_buffer(ctx, o->out[is_late ? 4 : 2])->groups;
+    group_rows(ctx, o, ctx_buffer(ctx, o->out[0]), g, is_late, scratch);
+    g->weights = weights->f;
+    g->weights_ld = weights->ld;
+    waves_demand(ctx, g, scratch);
 }
 
 void select_run(cflow_ctx *ctx, const op *o, int thread) {
     const cflow_layer *l = model_layer(ctx->model, (uint32_t)o->layer);
     const buffer *logits = ctx_buffer(ctx, o->in[0]), *routed = ctx_buffer(ctx, o->out[0]);
     const buffer *weights = ctx_buffer(ctx, o->out[1]);
-    groups *g = ctx_buffer(ctx, o->out[2])->groups;
-    for (uint32_t row = 0; row < ctx->step.n_rows; row++)
+    const buffer *late = o->out[3] == NO_VALUE ? NULL : ctx_buffer(ctx, o->out[3]);
+    for (uint32_t row = 0; row < ctx->step.n_rows; row++) {
+        float *w = weights->f + row * weights->ld;
         select_row(ctx, l, logits->f + row * logits->ld, n_chosen(ctx, l, row),
-                   ctx_scratch(ctx, thread), routed->f + row * routed->ld,
-                   weights->f + row * weights->ld);
-    group_rows(ctx, (uint32_t)o->layer, routed, g, ctx_scratch(ctx, thread));
-    g->weights = weights->f;
-    g->weights_ld = weights->ld;
-    waves_demand(ctx, g, ctx_scratch(ctx, thread));
+                   ctx_scratch(ctx, thread), routed->f + row * routed->ld, w);
+        if (late) split_weights(ctx, o, row, w, late->f + row * late->ld);
+    }
+    make_group(ctx, o, 0, ctx_scratch(ctx, thread));
+    if (late) make_group(ctx, o, 1, ctx_scratch(ctx, thread));
 }
 
 /* ---- OP_GUESS ---- */

@@ -6,10 +6,10 @@
 #include "kernels.h"
 #include "status.h"
 
-enum { OPS_PER_LAYER = 16, VALUES_PER_LAYER = 28, TERMS_PER_LAYER = 6 };
+enum { OPS_PER_LAYER = 18, VALUES_PER_LAYER = 32, TERMS_PER_LAYER = 6 };
 
 typedef struct {
-    uint32_t each, weights, shared, shared_scale; /* values, or NO_VALUE */
+    uint32_t each, weights, late_each, late_weights, shared, shared_scale; /* values, or NO_VALUE */
 } pending;
 
 typedef struct {
@@ -43,7 +43,7 @@ static op *new_op(builder *b, op_kind kind, op_part part, uint32_t layer, const 
     op *o = &b->p->ops[b->p->n_ops++];
     *o = (op){.kind = kind, .part = part, .layer = (int32_t)layer, .base = NO_VALUE};
     for (int i = 0; i < 4; i++) o->in[i] = NO_VALUE;
-    for (int i = 0; i < 3; i++) o->out[i] = NO_VALUE;
+    for (int i = 0; i < 5; i++) o->out[i] = NO_VALUE;
     name_in_layer(b, o->name, layer, what);
     return o;
 }
@@ -173,6 +173,32 @@ static op *build_expert_op(builder *b, op_kind kind, uint32_t layer, const char 
     return o;
 }
 
+/* The experts of `groups`, n a row; returns what each of them yields. names: both ops, both values.
+ */
+static uint32_t build_chosen(builder *b, uint32_t layer, uint32_t x, uint32_t groups, uint32_t n,
+                             const char *const names[4]) {
+    const matrix *gate = model_matrix(b->m, layer, CFLOW_EXPERT_GATE);
+    const matrix *up = model_matrix(b->m, layer, CFLOW_EXPERT_UP);
+    const matrix *down = model_matrix(b->m, layer, CFLOW_EXPERT_DOWN);
+    op *gated = build_expert_op(b, OP_EXPERT_GATED, layer, names[0], x, groups, names[1],
+                                model_layer(b->m, layer)->d_expert);
+    gated->bytes = n * (matrix_bytes(gate) + matrix_bytes(up));
+    read_by(b, x, gate);
+    read_by(b, x, up);
+    read_by(b, gated->out[0], down);
+    op *last = build_expert_op(b, OP_EXPERT_DOWN, layer, names[2], gated->out[0], groups, names[3],
+                               b->m->header.d_model);
+    last->bytes = n * matrix_bytes(down);
+    return last->out[0];
+}
+
+static uint32_t new_groups(builder *b, op *select, const char *what) {
+    const cflow_layer *l = model_layer(b->m, (uint32_t)select->layer);
+    const uint32_t v = made(b, select, new_value(b, (uint32_t)select->layer, what, l->top_k));
+    b->p->values[v].n_experts = l->n_experts;
+    return v;
+}
+
 /* The experts that the next layer will choose, guessed from this one's stream. */
 static void build_guess(builder *b, uint32_t layer, uint32_t stream) {
     const uint32_t next = layer + 1;
@@ -194,6 +220,10 @@ static void build_experts(builder *b, uint32_t layer, uint32_t stream, const cha
                                               CFLOW_SHARED_DOWN};
     static const char *const shared_names[] = {"shared_gate_up", "shared_hidden", "shared_down",
                                                "shared_out"};
+    static const char *const names[] = {"expert_gate_up", "expert_hidden", "expert_down",
+                                        "expert_each"};
+    static const char *const late_names[] = {"late_gate_up", "late_hidden", "late_down",
+                                             "late_each"};
     const cflow_layer *l = model_layer(b->m, layer);
     const uint32_t x =
         layer_norm(b, stream, layer, l->norms_shared ? CFLOW_NORM2 : CFLOW_NORM3, norm_name);
@@ -207,41 +237,39 @@ static void build_experts(builder *b, uint32_t layer, uint32_t stream, const cha
     select->in[0] = route->pieces[0].out;
     select->out[0] = made(b, select, new_value(b, layer, "routed", l->top_k));
     select->out[1] = made(b, select, new_value(b, layer, "routed_weights", l->top_k));
-    select->out[2] = made(b, select, new_value(b, layer, "groups", l->top_k));
-    b->p->values[select->out[2]].n_experts = l->n_experts;
+    select->out[2] = new_groups(b, select, "groups");
 
     pending *out = &b->experts[layer];
     out->weights = select->out[1];
     if (l->shared_gate) out->shared_scale = route->pieces[1].out;
     if (l->d_shared) out->shared = build_ffn(b, PART_EXPERTS, layer, x, shared_roles, shared_names);
 
-    const matrix *gate = model_matrix(b->m, layer, CFLOW_EXPERT_GATE);
-    const matrix *up = model_matrix(b->m, layer, CFLOW_EXPERT_UP);
-    const matrix *down = model_matrix(b->m, layer, CFLOW_EXPERT_DOWN);
-    op *gated = build_expert_op(b, OP_EXPERT_GATED, layer, "expert_gate_up", x, select->out[2],
-                                "expert_hidden", l->d_expert);
-    gated->bytes = l->top_k * (matrix_bytes(gate) + matrix_bytes(up));
-    read_by(b, x, gate);
-    read_by(b, x, up);
-    read_by(b, gated->out[0], down);
-    op *last = build_expert_op(b, OP_EXPERT_DOWN, layer, "expert_down", gated->out[0],
-                               select->out[2], "expert_each", b->m->header.d_model);
-    last->bytes = l->top_k * matrix_bytes(down);
-    out->each = last->out[0];
+    const uint32_t n_late = layer + 1 < b->m->header.n_layers ? b->m->defer : 0;
+    out->each = build_chosen(b, layer, x, select->out[2], l->top_k - n_late, names);
+    if (!n_late) return;
+    out->late_weights = select->out[3] =
+        made(b, select, new_value(b, layer, "late_weights", l->top_k));
+    select->out[4] = new_groups(b, select, "late_groups");
+    out->late_each = build_chosen(b, layer, x, select->out[4], n_late, late_names);
+}
+
+static void inject_chosen(builder *b, op *combine, uint32_t from, uint32_t each, uint32_t weights,
+                          const char *what) {
+    term *t = add_term(b, combine, each, 1.0f);
+    t->weights = weights;
+    t->sum = made(b, combine, new_value(b, from, what, b->m->header.d_model));
 }
 
 /* Adds what the experts of layer `from` computed. */
 static void inject_experts(builder *b, op *combine, uint32_t from) {
     const pending *e = &b->experts[from];
-    term *t = add_term(b, combine, e->each, 1.0f);
-    t->weights = e->weights;
-    t->sum = made(b, combine, new_value(b, from, "expert_out", b->m->header.d_model));
+    inject_chosen(b, combine, from, e->each, e->weights, "expert_out");
     if (e->shared != NO_VALUE) add_term(b, combine, e->shared, 1.0f)->gate = e->shared_scale;
 }
 
 /* The last layer flushes what would fall past the end (paper.md 2.5). */
-static uint32_t injection_layer(const builder *b, uint32_t from) {
-    const uint64_t to = (uint64_t)from + model_layer(b->m, from)->expert_delay;
+static uint32_t injection_layer(const builder *b, uint32_t from, uint32_t later) {
+    const uint64_t to = (uint64_t)from + model_layer(b->m, from)->expert_delay + later;
     const uint32_t last = b->m->header.n_layers - 1;
     return to < last ? (uint32_t)to : last;
 }
@@ -275,9 +303,13 @@ static void build_layer(builder *b, uint32_t layer) {
                           x_mid == NO_VALUE ? b->streams[layer] : x_mid);
     if (x_mid == NO_VALUE) add_term(b, out, attention, l->residual_scale);
     if (dense != NO_VALUE) add_term(b, out, dense, l->residual_scale);
-    for (uint32_t from = 0; from <= layer; from++)
-        if (b->experts[from].each != NO_VALUE && injection_layer(b, from) == layer)
+    for (uint32_t from = 0; from <= layer; from++) {
+        const pending *e = &b->experts[from];
+        if (e->each != NO_VALUE && injection_layer(b, from, 0) == layer)
             inject_experts(b, out, from);
+        if (e->late_each != NO_VALUE && injection_layer(b, from, 1) == layer)
+            inject_chosen(b, out, from, e->late_each, e->late_weights, "late_out");
+    }
     b->streams[layer + 1] = out->out[0];
 }
 
@@ -303,11 +335,11 @@ static uint32_t input(const op *o, uint32_t i) {
 }
 
 static uint32_t n_outputs(const op *o) {
-    return 3 + o->n_pieces + o->n_norms + o->n_terms;
+    return 5 + o->n_pieces + o->n_norms + o->n_terms;
 }
 static uint32_t output(const op *o, uint32_t i) {
-    if (i < 3) return o->out[i];
-    if ((i -= 3) < o->n_pieces) return o->pieces[i].out;
+    if (i < 5) return o->out[i];
+    if ((i -= 5) < o->n_pieces) return o->pieces[i].out;
     if ((i -= o->n_pieces) < o->n_norms) return o->norms[i].out;
     return o->terms[i - o->n_norms].sum;
 }
@@ -466,7 +498,7 @@ static int take_memory(builder *b) {
         !b->streams || !b->experts)
         return 0;
     for (uint32_t i = 0; i < layers; i++)
-        b->experts[i] = (pending){NO_VALUE, NO_VALUE, NO_VALUE, NO_VALUE};
+        b->experts[i] = (pending){NO_VALUE, NO_VALUE, NO_VALUE, NO_VALUE, NO_VALUE, NO_VALUE};
     return 1;
 }
 

@@ -79,7 +79,7 @@ typedef struct {
     uint32_t stage;
     uint64_t bytes; /* weights one row makes it read */
     uint32_t in[4]; /* kind by kind, see build_* in plan.c; NO_VALUE where unused */
-    uint32_t out[3];
+    uint32_t out[5];
     piece pieces[MAX_PIECES];
     uint32_t n_pieces;
     const matrix *gate, *up; /* OP_GATED */

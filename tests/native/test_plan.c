@@ -137,11 +137,13 @@ static void lives_are_sound(const plan *p, const char *name) {
 static void slots_do_not_overlap(void) {
     for (uint32_t dense = CFLOW_POST_ATTENTION; dense <= CFLOW_X_IN_PREVIOUS; dense++)
         for (uint32_t anchor = CFLOW_POST_ATTENTION; anchor <= CFLOW_X_IN; anchor++)
-            for (uint32_t delay = 0; delay < 8; delay += 2) {
+            for (uint32_t delay = 0; delay < 8; delay++) {
                 char name[64];
                 snprintf(name, sizeof name, "dense %u anchor %u delay %u", dense, anchor, delay);
                 arrange(6, dense, anchor, delay);
                 cflow_model m = shape(6);
+                m.defer = delay % 2;
+                m.speculate = delay % 4 == 0;
                 plan *p = planned(&m);
                 lives_are_sound(p, name);
                 plan_close(p);
@@ -203,6 +205,22 @@ static void the_fullest_layers_fit(void) {
     CHECK(find_op(p, "L0.x_in")->n_norms == 4, "%u norms", find_op(p, "L0.x_in")->n_norms);
     CHECK(find_op(p, "x_out")->n_terms == 1 + 2 * 6, "%u terms", find_op(p, "x_out")->n_terms);
     lives_are_sound(p, "full");
+    plan_close(p);
+    m.defer = m.speculate = 1;
+    p = planned(&m);
+    CHECK(find_op(p, "x_out")->n_terms == 1 + 2 * 6 + 5, "%u terms", find_op(p, "x_out")->n_terms);
+    lives_are_sound(p, "full, deferred");
+    plan_close(p);
+    for (uint32_t i = 0; i < 6; i++) {
+        layers[i].dense_source = layers[i].expert_anchor = CFLOW_POST_ATTENTION;
+        layers[i].expert_delay = 0;
+    }
+    p = planned(&m);
+    CHECK(find_op(p, "L1.guess")->stage == find_op(p, "L0.select")->stage, "guessed late");
+    CHECK(find_op(p, "L0.late_down")->stage == find_op(p, "L1.expert_down")->stage,
+          "deferred experts do not run with those of the next layer");
+    CHECK(find_op(p, "L0.x_mid")->n_norms == 3, "%u norms", find_op(p, "L0.x_mid")->n_norms);
+    lives_are_sound(p, "full, stock");
     plan_close(p);
 }
 

@@ -4,7 +4,7 @@ Equations: docs/architecture.md for the stock parts; delayed experts and dense s
     x_mid = x_in + s attention(norm1(x_in))                  s = residual_scale
     dense reads norm2 of x_mid, x_in[l] or x_in[l-1]         experts read x_mid or x_in[l]
     x_in[l+1] = x_in + s attention + s dense + every expert output due after layer l
-where the experts of layer l are due after layer min(l + delay, last).
+where the experts of layer l are due after layer min(l + delay, last), or, deferred, a layer later.
 """
 
 import math
@@ -26,7 +26,8 @@ class Forward:
 
     given: values to feed each op instead of those computed here (the engine's own, to check one op
     at a time). int8: matmuls of quantised matrices round their input as the engine does.
-    kv_dtype: what K and V are rounded to.
+    kv_dtype: what K and V are rounded to. defer: of every token's experts, how many with the least
+    weight land a layer late.
     """
 
     def __init__(
@@ -37,8 +38,10 @@ class Forward:
         given: Mapping[str, Array] | None = None,
         int8: bool = False,
         kv_dtype: type = np.float32,
+        defer: int = 0,
     ) -> None:
         self.model, self.given, self.int8, self.kv_dtype = model, given or {}, int8, kv_dtype
+        self.defer = defer
         self.values: dict[str, Array] = {}
         table = model.weight(MODEL_LEVEL, "embedding")
         x = self.make("L0.x_in", table[tokens] * model.header["embedding_scale"])
@@ -109,7 +112,9 @@ class Layer:
             shares = layer["norms_shared"] and (
                 not layer["d_ff"] or anchor is sources[layer["dense_source"]]
             )
-            due[joins].append(self.experts(anchor, "norm2" if shares else "norm3"))
+            now, late = self.experts(anchor, "norm2" if shares else "norm3")
+            due[joins].append(now)
+            due[min(joins + 1, last)].append(late)
         for output in due[self.index]:
             x_out = x_out + output
         name = "x_out" if self.index + 1 == len(due) else f"L{self.index + 1}.x_in"
@@ -183,8 +188,9 @@ class Layer:
         hidden = self.make("hidden", self.gated(self.matmul(x, "gate"), self.matmul(x, "up")))
         return self.make("dense_out", self.matmul(hidden, "down"))
 
-    def experts(self, source: Array, norm: str) -> Array:
-        """What router, experts and shared expert add, (n, d_model). norm: the name of their input."""
+    def experts(self, source: Array, norm: str) -> tuple[Array, Array]:
+        """What router, experts and shared expert add, (n, d_model), and what those deferred add.
+        norm: the name of their input."""
         x = self.norm(source, "norm2" if self.layer["norms_shared"] else "norm3", norm)
         ids, weights = self.routed(self.make("router", self.matmul(x, "router")))
         hidden, each = [], []
@@ -198,8 +204,12 @@ class Layer:
             one = ranks[row, rank : rank + 1]
             each.append(self.matmul(one, "expert_down", int(ids[row, rank])))
         ranks = self.make("expert_each", np.reshape(each, (len(x), -1))).reshape(shape)
-        out = self.make("expert_out", (weights[:, :, None] * ranks).sum(axis=1))
-        return out + self.shared_expert(x) if self.layer["d_shared"] else out
+        is_last = self.index + 1 == len(self.forward.model.layers)
+        n_now = ids.shape[1] - (0 if is_last else self.forward.defer)
+        weighted = weights[:, :, None] * ranks
+        out = self.make("expert_out", weighted[:, :n_now].sum(axis=1))
+        late = weighted[:, n_now:].sum(axis=1)
+        return (out + self.shared_expert(x) if self.layer["d_shared"] else out), late
 
     def routed(self, router: Array) -> tuple[Array, Array]:
         """Expert ids and weights (n, top_k), best first; ties go to the smaller id."""

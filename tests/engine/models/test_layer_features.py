@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cflow.engine.formats.cflow import Weight
-from cflow.engine.native import const
+from cflow.engine.native import Model, NativeError, const
 from oracles import running
 from oracles.forward import Forward
 from oracles.model_file import ModelFile
@@ -53,10 +53,10 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
-def check(model: RandomModel, path: Path) -> None:
+def check(model: RandomModel, path: Path, defer: int = 0) -> None:
     model.write(path)
-    want = Forward(ModelFile(path), PROMPT)
-    with running.opened(path, as_f32=True) as context:
+    want = Forward(ModelFile(path), PROMPT, defer=defer)
+    with running.opened(path, as_f32=True, defer_experts=defer) as context:
         got = running.logits(context, PROMPT)
     assert running.relative_error(got, want.logits).max() < 1e-4
 
@@ -74,6 +74,46 @@ def test_layers_of_different_kinds(tmp_path: Path) -> None:
 def test_layers_that_share_weights(tmp_path: Path) -> None:
     layers = [{"block": i % 2} | EXPERTS | DELAYED for i in range(6)]
     check(RandomModel(layers), tmp_path / "model.cflow")
+
+
+@pytest.mark.parametrize("defer", [1, 3])
+@pytest.mark.parametrize(
+    "feature",
+    ["experts alone", "gated shared expert", "expert scale, renormalised", "arch2_4"],
+)
+def test_deferred_experts(feature: str, defer: int, tmp_path: Path) -> None:
+    layer = FEATURES[feature] | {"top_k": 4}
+    check(RandomModel([layer] * 4), tmp_path / "model.cflow", defer)
+
+
+def test_a_row_of_fewer_experts_defers_all_but_one(tmp_path: Path) -> None:
+    """Of two experts, with three to defer, the better one stays."""
+    layer = EXPERTS | {"top_k": 4, "d_ff": 0}
+    path = RandomModel([layer] * 3).write(tmp_path / "model.cflow")
+    two = ModelFile(path)
+    for record in two.layers:
+        record["top_k"] = 2
+    want = Forward(two, PROMPT[:8], defer=1).logits
+    with running.opened(path, as_f32=True, defer_experts=3) as context:
+        batch = [row._replace(n_experts=2) for row in running.rows(PROMPT[:8])]
+        got = running.step(context, batch)
+    assert running.relative_error(got, want).max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("layer", "defer", "text"),
+    [
+        (EXPERTS, 2, "a token has 2 experts, one of which must stay"),
+        (EXPERTS, -1, "defer_experts is -1"),
+        ({}, 1, "the model has no experts"),
+    ],
+)
+def test_what_cannot_be_deferred(
+    layer: dict[str, Any], defer: int, text: str, tmp_path: Path
+) -> None:
+    path = RandomModel([layer] * 2).write(tmp_path / "model.cflow")
+    with pytest.raises(NativeError, match=text):
+        Model(str(path), defer_experts=defer)
 
 
 def test_scaled_tied_embedding_and_norm_offset(tmp_path: Path) -> None:

@@ -118,6 +118,19 @@ def test_chunks(case: Case, chunk: int) -> None:
         assert running.logits(context, PROMPT, chunk).tobytes() == case.want.tobytes()
 
 
+@pytest.mark.parametrize("share", [1.0, 0.1])
+@pytest.mark.parametrize("name", ["qwen2moe", "olmoe"])
+def test_deferred_experts(name: str, share: float, tmp_path: Path) -> None:
+    path = build(name, tmp_path)
+    with running.opened(path, defer_experts=1, threads=1) as context:
+        want = run(context)
+    case = case_of(path, want)
+    experts: ExpertOptions = {"cache": cache_of(case, share)}
+    for threads in (1, 2, 5):
+        with running.opened(path, defer_experts=1, experts=experts, threads=threads) as context:
+            assert run(context).tobytes() == want.tobytes()
+
+
 # ---- speculation ----
 
 
