@@ -12,6 +12,7 @@ from cflow.engine.experts import (
     ExpertBank,
     choose_cache,
     expert_options,
+    read_header,
     room_for_experts,
     weight_bytes,
 )
@@ -45,7 +46,7 @@ def open_bare(config: EngineConfig, report: Report, **sizes: Unpack[Sizes]) -> B
         "max_context": sizes["max_context"],
         "n_kv_blocks": sizes["n_kv_blocks"],
     }
-    header = Model(config.model, header_only=True, as_f32=as_f32)
+    header = read_header(config)
     bank = ExpertBank.of(header)
     taken = weight_bytes(header, as_f32=as_f32) - bank.n_bytes
     taken += sum(context_memory(header, **options))
@@ -54,6 +55,7 @@ def open_bare(config: EngineConfig, report: Report, **sizes: Unpack[Sizes]) -> B
         config.model,
         threads=threads,
         as_f32=as_f32,
+        defer_experts=config.defer_experts,
         experts=expert_options(config, cache),
         progress=lambda done, total: report("load", done, total),
     )

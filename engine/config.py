@@ -26,6 +26,8 @@ class EngineConfig:
                   from the file when they are wanted. Without it all experts if they fit beside
                   everything else, or else what fits.
     expert_io     "direct": past the page cache, where the file system allows it; "cached": through.
+    defer_experts of a token's experts so many, those with the least weight, join the stream a layer
+                  later: their reads have longer, and the output is another one. 0: as the model says.
     expert_reads, expert_read_rate
                   bounds that leave others their part of the disk: reads in flight, bytes a second.
     max_queue     requests that may wait beyond those that run.
@@ -42,6 +44,7 @@ class EngineConfig:
     precision: str = "int8"
     expert_cache: int | str | None = None
     expert_io: str = "direct"
+    defer_experts: int = 0
     expert_reads: int = 2
     expert_read_rate: int | None = None
     isa: str | None = None
@@ -59,6 +62,7 @@ class EngineConfig:
         _check_choice("precision", self.precision, PRECISIONS)
         _check_expert_cache(self.expert_cache)
         _check_choice("expert_io", self.expert_io, EXPERT_IO)
+        _check_number("defer_experts", self.defer_experts, 0, 1024)
         _check_number("expert_reads", self.expert_reads, 1, 64)
         _check_number("expert_read_rate", self.expert_read_rate, 1 << 20, 1 << 40)
         _check_choice("isa", self.isa, (None, *ISAS))

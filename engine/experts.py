@@ -114,6 +114,16 @@ def expert_options(config: EngineConfig, cache: int) -> ExpertOptions:
     }
 
 
+def read_header(config: EngineConfig) -> Model:
+    """The model as config would have it, without its weights. EngineError if it cannot be so."""
+    return Model(
+        config.model,
+        header_only=True,
+        as_f32=config.precision == "f32",
+        defer_experts=config.defer_experts,
+    )
+
+
 def weight_bytes(model: Model, *, as_f32: bool) -> int:
     """Memory that all weights of a model take."""
     if not as_f32:

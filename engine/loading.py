@@ -19,6 +19,7 @@ from cflow.engine.experts import (
     asked_cache,
     choose_cache,
     expert_options,
+    read_header,
     room_for_experts,
     weight_bytes,
 )
@@ -58,6 +59,7 @@ def load(config: EngineConfig, report: Report) -> Loaded:
         config.model,
         threads=threads,
         as_f32=as_f32,
+        defer_experts=config.defer_experts,
         experts=expert_options(config, share.expert_cache),
         progress=lambda done, total: report("weights", done, total),
     )
@@ -81,6 +83,7 @@ def load(config: EngineConfig, report: Report) -> Loaded:
         kv_bytes=kv_bytes,
         scratch_bytes=scratch_bytes,
         load_s=time.perf_counter() - started,
+        n_deferred=config.defer_experts,
         notes=(*capacity.notes, *_memory_notes(model), *_expert_notes(model, config)),
         **_expert_facts(model),
     )
@@ -101,7 +104,7 @@ def share_memory(config: EngineConfig) -> Share:
     not even the smallest cache does."""
     as_f32 = config.precision == "f32"
     kv = "f32" if as_f32 else config.kv
-    model = Model(config.model, header_only=True, as_f32=as_f32)
+    model = read_header(config)
     bank, available = ExpertBank.of(model), machine.memory().available
     fixed = weight_bytes(model, as_f32=as_f32) - bank.n_bytes
     one = _options(config, 1, kv, Capacity(max_context=1, n_kv_blocks=1))

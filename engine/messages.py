@@ -151,6 +151,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     scratch_bytes: int
     load_s: float
     notes: tuple[str, ...] = ()  # what did not go as wished: buffered reads, no huge pages
+    n_deferred: int = 0  # experts of a token that join a layer late
     n_experts: int = 0  # where some stay on disk: of all layers
     n_expert_slots: int = 0  # how many of them fit into memory
     expert_bytes: int = 0  # what those take, part of resident_bytes

@@ -54,12 +54,16 @@ def read_count(value: object) -> int:
     return value
 
 
+def read_count_or_none(value: object) -> int:
+    return 0 if value in (0, "0") and value is not False else read_count(value)
+
+
 def read_port(value: object) -> int:
     if isinstance(value, str) and value.startswith("tcp://"):
         # Kubernetes sets CFLOW_PORT so for a service named cflow.
         raise ValueError("is not a port; in Kubernetes set enableServiceLinks: false")
     try:
-        port = 0 if value in (0, "0") else read_count(value)
+        port = read_count_or_none(value)
     except ValueError:
         port = -1
     if not 0 <= port <= 65535:
@@ -117,6 +121,7 @@ ENGINE_KEYS: dict[str, Reader] = {
     "precision": read_text,
     "expert_cache": read_share_or_size,
     "expert_io": read_text,
+    "defer_experts": read_count_or_none,
     "expert_reads": read_count,
     "expert_read_rate": read_limit,
     "isa": read_text,

@@ -74,11 +74,15 @@ Deltas = AsyncGenerator[tuple[int, Delta], None]  # prompt index, what one of it
 
 
 class Generation:
-    """answers: one per prompt. records: one per answer."""
+    """answers: one per prompt. records: one per answer. n_deferred: experts of each token that the
+    engine has join late."""
 
-    def __init__(self, answers: Sequence[Answer], records: Sequence[AnswerRecord]) -> None:
+    def __init__(
+        self, answers: Sequence[Answer], records: Sequence[AnswerRecord], n_deferred: int = 0
+    ) -> None:
         self._answers = answers
         self._records = records
+        self.n_deferred = n_deferred
         self.n_completion = 0
         self.n_cached = 0
         self.experts: ExpertUsage | None = None  # of the choices that have finished

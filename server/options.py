@@ -47,6 +47,14 @@ ENGINE_FLAGS: dict[str, Any] = {
         str | None,
         _flag("expert-io", "How they are read: direct, or cached in the kernel's page cache."),
     ],
+    "defer_experts": Annotated[
+        int | None,
+        _flag(
+            "defer-experts",
+            "So many of a token's experts, those with the least weight, join a layer late: their "
+            "reads have longer, and answers change. Default: 0.",
+        ),
+    ],
     "isa": Annotated[
         str | None, _flag("isa", "Force an instruction set: scalar, avx2 or avx512vnni.")
     ],

@@ -93,15 +93,19 @@ def announce(engine: Engine, ready: Ready, address: str) -> None:
     """One line when the server answers, and what did not go as wished."""
     console.print(
         f"cflow: {engine.card.name} is served at {address} ({ready.isa}, {ready.n_threads} threads, "
-        f"context {ready.max_context}, {ready.resident_bytes / 1e6:.0f} MB of weights, "
-        f"{ready.kv_bytes / 1e6:.0f} MB of KV, {_expert_cache(ready)}"
+        f"context {ready.max_context}, "
+        f"{(ready.resident_bytes - ready.expert_bytes) / 1e6:.0f} MB of weights, "
+        f"{ready.kv_bytes / 1e6:.0f} MB of KV, {_experts(ready)}"
         f"loaded in {ready.load_s:.1f} s)",
         markup=False,
     )
 
 
-def _expert_cache(ready: Ready) -> str:
-    if not ready.n_experts:
-        return ""
-    reads = "direct reads" if ready.expert_io == "direct" else "reads through the page cache"
-    return f"{ready.n_expert_slots} of {ready.n_experts} experts in memory, {reads}, "
+def _experts(ready: Ready) -> str:
+    """How many, where, and what is done differently."""
+    text = f"{ready.n_deferred} experts a token deferred, " if ready.n_deferred else ""
+    if ready.n_experts:
+        reads = "direct reads" if ready.expert_io == "direct" else "reads through the page cache"
+        text += f"{ready.n_expert_slots} of {ready.n_experts} experts in "
+        text += f"{ready.expert_bytes / 1e6:.0f} MB, {reads}, "
+    return text

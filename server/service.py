@@ -48,7 +48,8 @@ class Service:
             AnswerRecord(self.metrics, len(prompt.ids), n_choices, how.max_tokens)
             for prompt, how in zip(prompts, sampling, strict=True)
         ]
-        return Generation(answers, records)
+        ready = self.engine.ready
+        return Generation(answers, records, ready.n_deferred if ready else 0)
 
 
 def service_of(request: Request) -> Service:

@@ -24,6 +24,7 @@ def usage(n_prompt: int, generation: Generation) -> dict[str, Any]:
         "prompt_tokens_details": {"cached_tokens": generation.n_cached},
         "completion_tokens_details": {"reasoning_tokens": 0},
         **_expert_usage(generation.experts),
+        **({"deferred_experts": generation.n_deferred} if generation.n_deferred else {}),
     }
 
 

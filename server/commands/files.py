@@ -118,7 +118,8 @@ def _print_plan(plan: Plan) -> None:
             ("memory bandwidth", f"{plan.probe_gb_s:.1f} GB/s with {plan.threads} threads"),
             (
                 "predicted decode",
-                f"{plan.predicted_decode_tok_s:.1f} tokens/s, one stream: bandwidth / bytes",
+                f"{plan.predicted_decode_tok_s:.1f} tokens/s, one stream: bandwidth / bytes, "
+                "of memory or of the disk",
             ),
         ],
     )

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from cflow.engine.bench import BenchResult, Tier
 
 
-BARE_FLAGS = ("threads", "kv", "precision", "expert_cache", "expert_io", "isa")
+BARE_FLAGS = ("threads", "kv", "precision", "expert_cache", "expert_io", "defer_experts", "isa")
 
 
 def _read_batches(text: str) -> tuple[int, ...]:

@@ -157,7 +157,7 @@ async def _started(model: str, flags: dict[str, Any]) -> AsyncIterator[Engine]:
         await wait_ready(engine)
         yield engine
     finally:
-        await engine.close()
+        await engine.drain(0)  # lets the worker keep what it has learnt
 
 
 def _with_engine(

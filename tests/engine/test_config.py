@@ -18,6 +18,7 @@ WRONG: list[tuple[str, Any]] = [
     ("expert_cache", "x%"),
     ("expert_io", "mmap"),
     ("expert_reads", 65),
+    ("defer_experts", -1),
     ("expert_read_rate", 1000),
     ("isa", "sse"),
     ("max_sequences", 0),

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from fake_engine import BOS, ByteTokenizer, Call, FakeEngine, logprob, shout
+from fake_engine import BOS, READY, ByteTokenizer, Call, FakeEngine, logprob, shout
 from live import Live, error_of, events
 from msgspec.structs import replace
 
@@ -83,6 +83,12 @@ def test_usage_tells_what_experts_cost(live: Live, stream: bool) -> None:
     usage = (events(response)[-1] if stream else response.json())["usage"]
     assert (usage["expert_hits"], usage["expert_misses"]) == (40, 8)
     assert (usage["disk_bytes"], usage["stall_ms"]) == (4 * 8192, 6.0)
+    assert "deferred_experts" not in usage
+
+
+def test_deferred_experts_are_said(live: Live) -> None:
+    live.engine.ready = replace(READY, n_deferred=2)
+    assert live.complete(prompt="ab").json()["usage"]["deferred_experts"] == 2
 
 
 def test_prompts_and_choices_are_numbered_prompt_first(live: Live) -> None:

@@ -41,6 +41,7 @@ def test_every_key_has_an_environment_name() -> None:
     good: dict[str, Any] = {
         "model": "m", "served_name": "s", "threads": "2", "context": "64", "kv_memory": "1M",
         "expert_cache": "12.5 %", "expert_io": "cached", "expert_reads": "4",
+        "defer_experts": "0",
         "expert_read_rate": "500M", "kv": "q8", "precision": "f32", "isa": "scalar", "max_sequences": "4",
         "max_step_tokens": "64", "max_queue": "9", "max_step_ms": "10", "stuck": "5",
         "host": "h", "port": "0", "api_keys": "/k", "max_body": "2M", "ping": "1.5",

@@ -145,7 +145,7 @@ class TestFailures:
     @pytest.mark.parametrize(
         ("code", "status", "retry"),
         [("numeric", 500, "false"), ("internal", 500, "false"), ("draining", 503, "true"),
-         ("worker_stuck", 503, "false"), ("out_of_memory", 503, "false")],
+         ("io_error", 500, "false"), ("worker_stuck", 503, "false"), ("out_of_memory", 503, "false")],
     )  # fmt: skip
     def test_statuses(self, live: Live, code: str, status: int, retry: str) -> None:
         async def script(call: Call) -> AsyncIterator[Delta | Progress]:
