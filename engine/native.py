@@ -156,7 +156,8 @@ def _check(status: int, err: Any) -> None:
 class ExpertOptions(TypedDict):
     """Experts that stay on disk, and how they are read. cache: bytes of RAM for them, 0: all are
     resident. io: "direct" or "cached". threads: reads in flight at most. bytes_per_s: 0 for no bound.
-    speculate: reads ahead what the next layer's router is likely to want.
+    speculate: reads ahead what the next layer's router is likely to want. window: "delay", to
+    measure what it is worth "layer" or "none".
     """
 
     cache: int
@@ -165,6 +166,7 @@ class ExpertOptions(TypedDict):
     timeout_s: NotRequired[float]
     bytes_per_s: NotRequired[float]
     speculate: NotRequired[bool]
+    window: NotRequired[str]
 
 
 def _expert_options(options: ExpertOptions) -> dict[str, Any]:
@@ -175,6 +177,7 @@ def _expert_options(options: ExpertOptions) -> dict[str, Any]:
         "expert_timeout_s": options.get("timeout_s", 10.0),
         "expert_bytes_per_s": options.get("bytes_per_s", 0.0),
         "speculate": options.get("speculate", True),
+        "expert_window": const.Window[options.get("window", "delay").upper()],
     }
 
 

@@ -129,7 +129,7 @@ static size_t most_wanted(const cflow_model *m) {
 static void lay_tier(cflow_ctx *ctx, layout *l) {
     if (!ctx->model->tier) return;
     const size_t rows = (size_t)ctx->options.max_rows;
-    ctx->wanted = take(l, most_wanted(ctx->model), sizeof *ctx->wanted);
+    ctx->wanted = take(l, most_wanted(ctx->model), sizeof *ctx->wanted + 1);
     ctx->usage = take(l, rows, sizeof *ctx->usage);
     ctx->faults = take(l, rows, sizeof *ctx->faults);
 }

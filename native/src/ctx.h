@@ -31,6 +31,7 @@ typedef struct {          /* an expert that some row chose, in one layer */
 typedef struct {
     active_expert *experts; /* (n_active,) */
     uint32_t n_done, n_gated, n_ready, n_active;
+    int is_demanded;
     int32_t *rows;  /* (chosen,) by expert, then by row */
     int32_t *slots; /* (chosen,) */
     float *weights; /* by row and rank: 0 where the record could not be read */
@@ -179,8 +180,8 @@ static inline int phase_has(const op *o, uint32_t phase) {
 /* waves.c, by one thread between two phases. Where experts are on disk, those whose records are
  * there, pinned, run as a wave. A phase with any other work does not wait for records. */
 
-/* Says that the experts of g will be needed, after grouping. scratch: 5 bytes for each. */
-void waves_demand(cflow_ctx *ctx, groups *g, void *scratch);
+/* Has experts read, after OP_SELECT. scratch: 5 bytes for each of a layer. */
+void waves_selected(cflow_ctx *ctx, const op *select, void *scratch);
 /* 1 if the phase may have work. */
 int waves_begin(cflow_ctx *ctx, uint32_t phase);
 /* Waits for one more expert of the phase; 0 if there is none to wait for. */

@@ -87,6 +87,9 @@ static cflow_status check_expert_cache(const cflow_model *m, const cflow_model_o
                     bytes);
     if (o->expert_io != CFLOW_IO_DIRECT && o->expert_io != CFLOW_IO_CACHED)
         return fail(err, CFLOW_EINVAL, "expert_io is %d; it must be a cflow_io", o->expert_io);
+    if (o->expert_window < CFLOW_WINDOW_DELAY || o->expert_window > CFLOW_WINDOW_NONE)
+        return fail(err, CFLOW_EINVAL, "expert_window is %d; it must be a cflow_window",
+                    o->expert_window);
     return CFLOW_OK;
 }
 
@@ -108,6 +111,7 @@ static cflow_status open_tier(cflow_model *m, file *f, const cflow_model_options
     if (hooks) options.hooks = *hooks;
     const cflow_status s = tier_open(&m->tier, f, records, n, &options, err);
     memory_free(records);
+    if (!s) m->most_pinned = tier_slots(m->tier) - (uint32_t)o->expert_threads;
     return s;
 }
 
@@ -145,6 +149,7 @@ cflow_status model_open(cflow_model **out, const cflow_model_options *options,
     m->as_f32 = options->as_f32;
     m->speculate = options->expert_cache && options->speculate;
     m->defer = (uint32_t)options->defer_experts;
+    m->window = (cflow_window)options->expert_window;
     file f;
     cflow_status s = file_open(&f, options->path, err);
     if (!s) {

@@ -44,6 +44,8 @@ struct cflow_model {
     int header_only, as_f32;
     int speculate;  /* 1: the plan guesses the next layer's experts */
     uint32_t defer; /* experts of a token that land a layer late */
+    cflow_window window;
+    uint32_t most_pinned; /* records a step may pin while it waits for others */
 };
 
 static inline const cflow_layer *model_layer(const cflow_model *m, uint32_t l) {

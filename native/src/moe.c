@@ -70,6 +70,7 @@ static void group_rows(const cflow_ctx *ctx, const op *o, const buffer *routed, 
                 count[(uint32_t)routed->f[row * routed->ld + rank]]++;
     uint32_t at = 0;
     g->n_done = g->n_gated = g->n_ready = g->n_active = 0;
+    g->is_demanded = 0;
     for (uint32_t e = 0; e < l->n_experts; e++) {
         const uint32_t n = count[e];
         if (!n) continue;
@@ -106,7 +107,6 @@ static void make_group(cflow_ctx *ctx, const op *o, int is_late, void *scratch) 
     group_rows(ctx, o, ctx_buffer(ctx, o->out[0]), g, is_late, scratch);
     g->weights = weights->f;
     g->weights_ld = weights->ld;
-    waves_demand(ctx, g, scratch);
 }
 
 void select_run(cflow_ctx *ctx, const op *o, int thread) {
@@ -122,6 +122,7 @@ void select_run(cflow_ctx *ctx, const op *o, int thread) {
     }
     make_group(ctx, o, 0, ctx_scratch(ctx, thread));
     if (late) make_group(ctx, o, 1, ctx_scratch(ctx, thread));
+    waves_selected(ctx, o, ctx_scratch(ctx, thread));
 }
 
 /* ---- OP_GUESS ---- */

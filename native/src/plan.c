@@ -173,15 +173,23 @@ static op *build_expert_op(builder *b, op_kind kind, uint32_t layer, const char 
     return o;
 }
 
+/* The last layer flushes what would fall past the end (paper.md 2.5). */
+static uint32_t injection_layer(const builder *b, uint32_t from, uint32_t later) {
+    const uint64_t to = (uint64_t)from + model_layer(b->m, from)->expert_delay + later;
+    const uint32_t last = b->m->header.n_layers - 1;
+    return to < last ? (uint32_t)to : last;
+}
+
 /* The experts of `groups`, n a row; returns what each of them yields. names: both ops, both values.
  */
 static uint32_t build_chosen(builder *b, uint32_t layer, uint32_t x, uint32_t groups, uint32_t n,
-                             const char *const names[4]) {
+                             uint32_t lands, const char *const names[4]) {
     const matrix *gate = model_matrix(b->m, layer, CFLOW_EXPERT_GATE);
     const matrix *up = model_matrix(b->m, layer, CFLOW_EXPERT_UP);
     const matrix *down = model_matrix(b->m, layer, CFLOW_EXPERT_DOWN);
     op *gated = build_expert_op(b, OP_EXPERT_GATED, layer, names[0], x, groups, names[1],
                                 model_layer(b->m, layer)->d_expert);
+    gated->lands = lands;
     gated->bytes = n * (matrix_bytes(gate) + matrix_bytes(up));
     read_by(b, x, gate);
     read_by(b, x, up);
@@ -245,12 +253,14 @@ static void build_experts(builder *b, uint32_t layer, uint32_t stream, const cha
     if (l->d_shared) out->shared = build_ffn(b, PART_EXPERTS, layer, x, shared_roles, shared_names);
 
     const uint32_t n_late = layer + 1 < b->m->header.n_layers ? b->m->defer : 0;
-    out->each = build_chosen(b, layer, x, select->out[2], l->top_k - n_late, names);
+    out->each = build_chosen(b, layer, x, select->out[2], l->top_k - n_late,
+                             injection_layer(b, layer, 0), names);
     if (!n_late) return;
     out->late_weights = select->out[3] =
         made(b, select, new_value(b, layer, "late_weights", l->top_k));
     select->out[4] = new_groups(b, select, "late_groups");
-    out->late_each = build_chosen(b, layer, x, select->out[4], n_late, late_names);
+    out->late_each =
+        build_chosen(b, layer, x, select->out[4], n_late, injection_layer(b, layer, 1), late_names);
 }
 
 static void inject_chosen(builder *b, op *combine, uint32_t from, uint32_t each, uint32_t weights,
@@ -265,13 +275,6 @@ static void inject_experts(builder *b, op *combine, uint32_t from) {
     const pending *e = &b->experts[from];
     inject_chosen(b, combine, from, e->each, e->weights, "expert_out");
     if (e->shared != NO_VALUE) add_term(b, combine, e->shared, 1.0f)->gate = e->shared_scale;
-}
-
-/* The last layer flushes what would fall past the end (paper.md 2.5). */
-static uint32_t injection_layer(const builder *b, uint32_t from, uint32_t later) {
-    const uint64_t to = (uint64_t)from + model_layer(b->m, from)->expert_delay + later;
-    const uint32_t last = b->m->header.n_layers - 1;
-    return to < last ? (uint32_t)to : last;
 }
 
 static uint32_t source_stream(const builder *b, uint32_t layer, uint32_t source, uint32_t x_mid) {

@@ -83,6 +83,7 @@ typedef struct {
     piece pieces[MAX_PIECES];
     uint32_t n_pieces;
     const matrix *gate, *up; /* OP_GATED */
+    uint32_t lands;          /* OP_EXPERT_GATED: the layer whose combine adds what comes of it */
     uint32_t base;           /* OP_COMBINE: the stream it continues; NO_VALUE: the embedding */
     term *terms;
     uint32_t n_terms;

@@ -19,13 +19,28 @@ static const op *next_op(const cflow_ctx *ctx, uint32_t stage, op_kind kind, con
 
 /* ---- asking ---- */
 
-void waves_demand(cflow_ctx *ctx, groups *g, void *scratch) {
-    if (!ctx->model->tier) return;
+static void demand(cflow_ctx *ctx, groups *g, void *scratch) {
     uint32_t *records = scratch;
     uint8_t *missed = (uint8_t *)(records + g->n_active);
     for (uint32_t i = 0; i < g->n_active; i++) records[i] = g->experts[i].record;
     tier_demand(ctx->model->tier, records, g->n_active, missed);
     for (uint32_t i = 0; i < g->n_active; i++) g->experts[i].is_missed = missed[i];
+    g->is_demanded = 1;
+}
+
+void waves_selected(cflow_ctx *ctx, const op *select, void *scratch) {
+    const plan *p = ctx->model->plan;
+    const cflow_window window = ctx->model->window;
+    if (!ctx->model->tier || window == CFLOW_WINDOW_NONE) return;
+    if (window == CFLOW_WINDOW_DELAY) {
+        demand(ctx, ctx_buffer(ctx, select->out[2])->groups, scratch);
+        if (select->out[4] != NO_VALUE)
+            demand(ctx, ctx_buffer(ctx, select->out[4])->groups, scratch);
+        return;
+    }
+    for (uint32_t i = 0; i < p->n_ops; i++)
+        if (p->ops[i].kind == OP_EXPERT_GATED && p->ops[i].lands == (uint32_t)select->layer)
+            demand(ctx, op_groups(ctx, &p->ops[i]), scratch);
 }
 
 static cflow_row_usage *payer(const cflow_ctx *ctx, const groups *g, const active_expert *e) {
@@ -164,6 +179,13 @@ static int is_waiting(const cflow_ctx *ctx, uint32_t stage) {
     return 0;
 }
 
+static uint32_t n_pinned(const cflow_ctx *ctx, uint32_t stage) {
+    uint32_t n = 0;
+    for (const op *o = NULL; (o = next_op(ctx, stage, OP_EXPERT_GATED, o));)
+        n += op_groups(ctx, o)->n_ready - op_groups(ctx, o)->n_done;
+    return n;
+}
+
 int waves_begin(cflow_ctx *ctx, uint32_t phase) {
     const uint32_t stage = phase / 2;
     const int is_between = phase % 2;
@@ -173,9 +195,15 @@ int waves_begin(cflow_ctx *ctx, uint32_t phase) {
     for (const op *o = NULL; (o = next_op(ctx, stage, before, o));)
         op_groups(ctx, o)->n_gated = op_groups(ctx, o)->n_ready;
     if (!is_between && ctx->model->tier)
-        for (const op *o = NULL; (o = next_op(ctx, stage, OP_EXPERT_GATED, o));)
+        for (const op *o = NULL; (o = next_op(ctx, stage, OP_EXPERT_GATED, o));) {
+            if (!op_groups(ctx, o)->is_demanded) demand(ctx, op_groups(ctx, o), ctx->wanted);
             charge(ctx, op_groups(ctx, o));
+        }
     take_all(ctx, stage);
+    if (ctx->model->window == CFLOW_WINDOW_NONE)
+        while (n_pinned(ctx, stage) < ctx->model->most_pinned && !atomic_load(&ctx->cancelled) &&
+               waves_wait(ctx, phase)) {
+        }
     return 1;
 }
 

@@ -118,6 +118,22 @@ def test_chunks(case: Case, chunk: int) -> None:
         assert running.logits(context, PROMPT, chunk).tobytes() == case.want.tobytes()
 
 
+@pytest.mark.parametrize("window", ["layer", "none"])
+@pytest.mark.parametrize("share", [0.5, 0.0])
+def test_windows(case: Case, share: float, window: str) -> None:
+    model = Model(
+        str(case.path),
+        experts={"cache": cache_of(case, share), "window": window, "speculate": False},
+    )
+    context = open_context(model)
+    assert run(context).tobytes() == case.want.tobytes()
+    tier = model.tier
+    assert tier is not None
+    assert tier.reads == tier.misses + tier.extra_reads
+    usage = context.step(running.rows(PROMPT)[:64]).usage
+    assert sum(row.expert_misses for row in usage) > 0
+
+
 @pytest.mark.parametrize("share", [1.0, 0.1])
 @pytest.mark.parametrize("name", ["qwen2moe", "olmoe"])
 def test_deferred_experts(name: str, share: float, tmp_path: Path) -> None:
