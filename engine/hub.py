@@ -1,4 +1,4 @@
-"""Model references into .cflow files: catalogue names, paths, hf:org/repo.
+"""Model references into .cflow files: catalogue names, paths, hf:org/repo, and the bundled model.
 
 What is not .cflow yet is converted once into the cache, $XDG_CACHE_HOME/cflow. A name there carries
 a hash of what it was made from, so a changed source is converted anew.
@@ -25,6 +25,8 @@ from cflow.engine.formats.cflow import MAGIC
 from cflow.engine.reports import Report, silent
 
 CONVERTER = 1  # raised when the same source would give another file
+BUNDLED = "tinystories"
+BUNDLED_FILE = Path(__file__).parent / "data" / "tinystories.cflow"
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja")
 
 
@@ -38,6 +40,8 @@ def resolve(reference: str, *, progress: Report = silent) -> Path:
 
 def _resolve(reference: str, report: Report) -> Path:
     known = catalogue.entries()
+    if reference == BUNDLED:
+        return BUNDLED_FILE
     if reference in known:
         return _from_catalogue(known[reference], report)
     if reference.startswith("hf:"):
@@ -46,7 +50,7 @@ def _resolve(reference: str, report: Report) -> Path:
     if not path.exists():
         raise ModelError(
             f"no model {reference!r}: it is neither a file or folder here, nor hf:org/repo, nor in "
-            f"the catalogue ({', '.join(known)})"
+            f"the catalogue ({', '.join([*known, BUNDLED])})"
         )
     return _from_path(path, report)
 

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from cflow.engine.errors import CflowError
-from cflow.server.commands import files, measure, talk
-from cflow.server.commands.models import resolve
+from cflow.server.commands import files, lab, measure, talk
+from cflow.server.commands.models import resolve, resolve_default
 from cflow.server.options import engine_flags, read_settings
 from cflow.server.progress import console
 
@@ -33,7 +33,7 @@ def serve(
         str | None,
         typer.Argument(
             help="Catalogue name, .cflow, .vflow or .gguf file, Hugging Face folder, or hf:org/repo. "
-            "Default: smollm2-135m."
+            "Default: smollm2-135m, or tinystories where that cannot be fetched."
         ),
     ] = None,
     host: Annotated[
@@ -91,7 +91,10 @@ def _serve(settings: dict[str, Any]) -> None:
     logging.getLogger("cflow.access").disabled = not config.access_log
     reference = config.engine.model
     listen(config.host, config.port).close()  # a port in use is told before a long download
-    path = resolve(reference)
+    if "model" in settings:
+        path = resolve(reference)
+    else:
+        reference, path = resolve_default()
     name = config.engine.served_name or (
         Path(reference).stem if Path(reference).exists() else reference
     )
@@ -103,6 +106,7 @@ for command in (
     files.plan, files.inspect, files.synth, measure.doctor,
 ):  # fmt: skip
     app.command()(command)
+app.add_typer(lab.app, name="lab")
 
 
 def main() -> None:

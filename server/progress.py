@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
+    MofNCompleteColumn,
     Progress,
     ProgressColumn,
     TaskID,
@@ -19,6 +21,9 @@ from rich.progress import (
 
 from cflow.engine.engine import Engine
 from cflow.engine.messages import Ready
+
+if TYPE_CHECKING:
+    from cflow.engine.lab.train import Report as TrainingReport
 
 POLL_S = 0.2
 LOADING = {"weights": "loading {}", "experts": "warming the expert cache of {}"}
@@ -68,6 +73,26 @@ def count_progress() -> Iterator[Report]:
             bars.update(tasks[what], completed=done, total=total)
 
         yield report
+
+
+@contextmanager
+def training_progress() -> Iterator[Callable[[TrainingReport], None]]:
+    """watch(report): a bar a run, with loss, speed and time left; else a line every hundred steps."""
+    with _bars(TextColumn("{task.fields[state]}"), MofNCompleteColumn()) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def watch(report: TrainingReport) -> None:
+            name = report.run.folder
+            state = f"loss {report.loss:.3f}, {report.tokens_per_s:,.0f} tok/s"
+            if name not in tasks:
+                tasks[name] = bars.add_task(name, total=report.n_steps, state=state)
+            bars.update(tasks[name], completed=report.step, state=state)
+            if report.step == report.n_steps:
+                console.print(f"cflow: {name} is trained: {state}")
+            elif not console.is_terminal and report.step % 100 == 0:
+                console.print(f"cflow: {name}: step {report.step} of {report.n_steps}, {state}")
+
+        yield watch
 
 
 async def wait_ready(engine: Engine) -> Ready:

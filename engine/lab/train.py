@@ -2,7 +2,7 @@
 
     OUT/ARM-sSEED/    checkpoint.pt, best.pt; log.jsonl, curve.png, result.json; model/: the best
                       model as a folder for `cflow convert`, of arms that the engine runs
-    OUT/results.json  all finished runs
+    OUT/results.json  all finished runs, which curves.png shows
 
 Several processes may share one OUT: a run that another one holds is left to it.
 """
@@ -29,7 +29,7 @@ from cflow.engine import machine
 from cflow.engine.lab import corpus
 from cflow.engine.lab.architectures import Arm, Pipeline, Shape, build, n_parameters
 from cflow.engine.lab.corpus import Corpus
-from cflow.engine.lab.curves import draw_curve
+from cflow.engine.lab.curves import draw_arms, draw_curve
 from cflow.engine.lab.errors import LabError
 from cflow.engine.lab.export import export
 
@@ -150,17 +150,25 @@ def train(
 
 
 def collect(config: Config, out: Path, text: Corpus, device: str) -> Path:
-    """Writes results.json from the runs that are finished."""
-    found = [out / run.folder / "result.json" for run in runs_of(config)]
+    """Writes results.json, and curves.png, from the runs that are finished."""
+    folders = [out / run.folder for run in runs_of(config)]
+    done = [folder for folder in folders if (folder / "result.json").exists()]
+    runs = [msgspec.json.decode((f / "result.json").read_bytes(), type=Result) for f in done]
     results = {
         "machine": machine.cpu().model if device == "cpu" else torch.cuda.get_device_name(),
         "shape": config.shape,
         "training": config.training,
         "n_valid_tokens": _n_scored(text, config.shape.context),
-        "runs": [msgspec.json.decode(path.read_bytes()) for path in found if path.exists()],
+        "runs": runs,
     }
     path = out / "results.json"
     _write(path, msgspec.json.format(msgspec.json.encode(results)))
+    logs: dict[str, list[Path]] = {}
+    perplexities: dict[str, list[float]] = {}
+    for folder, run in zip(done, runs, strict=True):
+        logs.setdefault(run.name, []).append(folder / "log.jsonl")
+        perplexities.setdefault(run.name, []).append(run.valid_perplexity)
+    draw_arms(logs, perplexities, out / "curves.png")
     return path
 
 

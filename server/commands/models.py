@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 
-from cflow.server.progress import byte_progress
+from cflow.engine.errors import FetchError
+from cflow.server.config import DEFAULT_MODEL
+from cflow.server.progress import byte_progress, console
 
 MODEL = Annotated[str, typer.Argument(help="Catalogue name, file, folder, or hf:org/repo.")]
 
@@ -18,3 +20,18 @@ def resolve(model: str) -> Path:
 
     with byte_progress() as report:
         return hub.resolve(model, progress=report)
+
+
+def resolve_default() -> tuple[str, Path]:
+    """The default model's name and file; the bundled model's where that one cannot be fetched."""
+    from cflow.engine import hub
+
+    try:
+        return DEFAULT_MODEL, resolve(DEFAULT_MODEL)
+    except FetchError as error:
+        console.print(f"cflow: {error}", markup=False)
+        console.print(
+            f"cflow: serving {hub.BUNDLED} in its place, a model of 5 M parameters that tells "
+            "children's stories"
+        )
+        return hub.BUNDLED, resolve(hub.BUNDLED)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,15 @@ START_S = 60.0
 class Server:
     """Listening when made; ready() waits for the model."""
 
-    def __init__(self, model: Path, *flags: str) -> None:
-        command = [sys.executable, "-m", "cflow.server", "serve", str(model), "--port", "0"]
+    def __init__(
+        self, model: Path | None, *flags: str, environment: Mapping[str, str] | None = None
+    ) -> None:
+        """model: None leaves it to the command. environment: added to this process's."""
+        command = [sys.executable, "-m", "cflow.server", "serve", "--port", "0", *flags]
+        if model is not None:
+            command += [str(model), "--served-name", "M"]
         self.process = subprocess.Popen(
-            [*command, "--served-name", "M", *flags], stderr=subprocess.PIPE, text=True
+            command, stderr=subprocess.PIPE, text=True, env=os.environ | (environment or {})
         )
         self._lines: list[str] = []
         self._reader = threading.Thread(target=self._read)

@@ -163,7 +163,7 @@ def test_the_bundled_text_and_configuration() -> None:
     [
         ("d_model =", "d_modell = 3\nd_model =", "d_modell"),
         ('dense_source = "x_in"', 'dense_source = "x_out"', "x_out"),
-        ("epochs = 2", "epochs = 1.5", "epochs"),
+        ("epochs = 1", "epochs = 1.5", "epochs"),
         ("[shape]", "[shape", r"x\.toml"),
     ],
 )
