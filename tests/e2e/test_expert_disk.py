@@ -77,7 +77,7 @@ def text(events: list[dict[str, Any]]) -> str:
 
 
 def test_a_disk_that_goes_bad_and_heals(server: Server, model: Path) -> None:
-    assert "12 of 128 experts in" in server.log
+    assert wait_for(lambda: "12 of 128 experts in" in server.log, 5)
     (worker,) = server.workers()
     clean = [text(events) for events in ask_all(server)]
     good = model.read_bytes()
