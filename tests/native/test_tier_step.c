@@ -193,8 +193,10 @@ static void same_bits(const cflow_model *model, int n_threads, const char *what)
 
 static void budgets_do_not_show(void) {
     for (int slots = 2; slots <= TINY_EXPERTS; slots++)
-        for (int io = CFLOW_IO_DIRECT; io <= CFLOW_IO_CACHED; io++) {
-            cflow_model *model = open_model(slots, (cflow_model_options){.expert_io = io}, NULL);
+        for (int i = 0; i < 6; i++) {
+            const int io = i % 2 ? CFLOW_IO_CACHED : CFLOW_IO_DIRECT, window = i / 2;
+            cflow_model *model = open_model(
+                slots, (cflow_model_options){.expert_io = io, .expert_window = window}, NULL);
             for (int n_threads = 1; n_threads <= 16; n_threads *= 4)
                 same_bits(model, n_threads, "on disk");
             cflow_tier_stats s;
@@ -390,13 +392,15 @@ static void every_expert_may_fail(void) {
 }
 
 /* Three slots, two threads: one of each may hang, the others do the work. */
-static void a_disk_that_hangs_fails_the_rows_that_need_it(void) {
-    static disk d; /* a read may outlive its model */
+static void a_disk_that_hangs_fails_the_rows_that_need_it(cflow_window window) {
+    static disk disks[3]; /* a read may outlive its model */
+    disk *d = &disks[window];
     int expert = 0;
     while (!is_hit(0, expert)) expert++;
-    set_mood(&d, HANGS, expert);
-    cflow_model *model =
-        open_model(3, (cflow_model_options){.expert_threads = 2, .expert_timeout_s = 0.05}, &d);
+    set_mood(d, HANGS, expert);
+    const cflow_model_options options = {
+        .expert_threads = 2, .expert_timeout_s = 0.05, .expert_window = (int32_t)window};
+    cflow_model *model = open_model(3, options, d);
     cflow_ctx *ctx = open_ctx(model, 2);
     answer got;
     for (int round = 0; round < 2; round++) {
@@ -407,8 +411,8 @@ static void a_disk_that_hangs_fails_the_rows_that_need_it(void) {
     cflow_model_tier(model, &s);
     CHECK(s.failed_timed_out && s.n_overdue == 1, "%llu timed out, %u overdue",
           (unsigned long long)s.failed_timed_out, s.n_overdue);
-    set_mood(&d, WELL, -1);
-    sem_post(&d.go_on);
+    set_mood(d, WELL, -1);
+    sem_post(&d->go_on);
     cflow_ctx_close(ctx);
     cflow_model_close(model);
 }
@@ -507,13 +511,16 @@ int main(void) {
     a_fault_fails_the_rows_that_need_it(IS_CUT, CFLOW_EFORMAT, "the file ends inside it");
     a_fault_fails_the_rows_that_need_it(IS_ALTERED, CFLOW_EFORMAT, "its checksum is wrong");
     every_expert_may_fail();
-    a_disk_that_hangs_fails_the_rows_that_need_it();
+    a_disk_that_hangs_fails_the_rows_that_need_it(CFLOW_WINDOW_DELAY);
+    a_disk_that_hangs_fails_the_rows_that_need_it(CFLOW_WINDOW_NONE);
     a_wait_can_be_cancelled();
     single_records_can_be_looked_at();
     memory_is_weights_and_slots();
     refused((cflow_model_options){.expert_cache = 1}, "an expert cache of 1 bytes holds 0 records");
     refused((cflow_model_options){.as_f32 = 1}, "dequantised experts must all be in memory");
     refused((cflow_model_options){.expert_io = 7}, "expert_io is 7");
+    refused((cflow_model_options){.expert_window = 3}, "expert_window is 3");
+    refused((cflow_model_options){.defer_experts = 2}, "defer_experts is 2; a token has 2 experts");
     refused((cflow_model_options){.expert_threads = 65}, "65 I/O threads");
     printf(failed ? "tier step: failed\n" : "tier step: ok\n");
     return failed;
