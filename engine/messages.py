@@ -188,6 +188,8 @@ class ExpertStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     stall_ns: int = 0
     read_ns: int = 0
     latencies: tuple[int, ...] = ()
+    ghost_hits_2x: int = 0
+    ghost_hits_4x: int = 0
 
 
 class Stats(msgspec.Struct, frozen=True, tag="stats", kw_only=True):

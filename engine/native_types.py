@@ -154,6 +154,8 @@ class TierStats:
     stall_ns: int
     read_ns: int
     latencies: tuple[int, ...]
+    ghost_hits_2x: int
+    ghost_hits_4x: int
 
 
 class TokenBytes:

@@ -230,6 +230,7 @@ class EngineCollector(Collector):
         text = "Reads of experts that failed, by kind."
         yield self._counter_by("cflow_expert_faults", text, "kind", faults)
         yield from self._expert_gauges(experts, ready)
+        yield self._ghosts(experts)
         family = HistogramMetricFamily(
             "cflow_disk_read_seconds", "Time a read of an expert took.", labels=LABELS
         )
@@ -250,6 +251,17 @@ class EngineCollector(Collector):
             ("cflow_expert_warm_bytes", experts.warm_bytes, "Bytes read to start warm."),
             ("cflow_disk_read_bytes", experts.disk_bytes, "Bytes of experts read since then."),
         )
+
+    def _ghosts(self, experts: ExpertStats) -> Metric:
+        wanted = experts.hits + experts.misses
+        family = GaugeMetricFamily(
+            "cflow_expert_ghost_hit_ratio",
+            "Share of experts wanted, since the start, that a larger cache would have held, 0 to 1.",
+            labels=(*LABELS, "budget"),
+        )
+        for budget, hits in (("2x", experts.ghost_hits_2x), ("4x", experts.ghost_hits_4x)):
+            family.add_metric((*self._labels, budget), hits / wanted if wanted else 0.0)
+        return family
 
     def _expert_gauges(self, experts: ExpertStats, ready: Ready | None) -> Iterator[Metric]:
         capacity = ready.expert_bytes if ready else 0

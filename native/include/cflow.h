@@ -321,6 +321,8 @@ typedef struct {
     uint64_t read_ns;                    /* how long reads took, added up */
     uint64_t latencies[CFLOW_LATENCIES]; /* reads that took less than 64 us << i, but not less than
                                             half of that; the last also all longer ones */
+    uint64_t ghost_hits_2x;              /* wants that a cache of twice n_slots would have held */
+    uint64_t ghost_hits_4x;              /* four times */
 } cflow_tier_stats;
 
 /* All zero without an expert cache. Any thread, any time. */

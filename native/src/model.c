@@ -239,6 +239,8 @@ void cflow_model_tier(const cflow_model *model, cflow_tier_stats *out) {
         .failed_timed_out = s.failed[TIER_TIMED_OUT],
         .stall_ns = s.stall_ns,
         .read_ns = s.read_ns,
+        .ghost_hits_2x = s.ghost_hits_2x,
+        .ghost_hits_4x = s.ghost_hits_4x,
     };
     _Static_assert(sizeof out->latencies == sizeof s.latencies, "both histograms are one");
     memcpy(out->latencies, s.latencies, sizeof s.latencies);

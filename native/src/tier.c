@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #include "arena.h"
+#include "ghost.h"
 #include "kernels.h"
 #include "status.h"
 
@@ -61,6 +62,7 @@ struct tier {
     uint32_t n_records;
     list demanded, speculated; /* QUEUED, in the order of asking */
     list used;                 /* RESIDENT, the least recently used first */
+    ghost ghost;
     arena memory;
     size_t slot_bytes;
     uint32_t n_slots, n_free;
@@ -309,6 +311,7 @@ static void tier_free(tier *t) {
     memory_free(t->entries);
     memory_free(t->free_slots);
     memory_free(t->readers);
+    ghost_close(&t->ghost);
     memory_free(t);
 }
 
@@ -354,6 +357,12 @@ static int claim_speculation(tier *t, uint32_t record) {
     return 1;
 }
 
+static void count_ghosts(tier *t, uint32_t record) {
+    const int held_by = ghost_use(&t->ghost, record);
+    t->stats.ghost_hits_2x += held_by == 2;
+    t->stats.ghost_hits_4x += held_by != 0;
+}
+
 /* 1 if its bytes come from the disk because of this. */
 static int demand(tier *t, uint32_t record) {
     entry *e = &t->entries[record];
@@ -361,6 +370,7 @@ static int demand(tier *t, uint32_t record) {
     const int is_missed = claim_speculation(t, record) || is_absent;
     e->uses++;
     e->demands++;
+    count_ghosts(t, record);
     if (is_absent) enqueue(t, &t->demanded, record);
     if (e->state == RESIDENT) move(t, &t->used, record);
     ++*(is_missed ? &t->stats.misses : &t->stats.hits);
@@ -550,12 +560,14 @@ static int by_key(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
-/* The most used records, as many as there are slots, in the file's order. */
-static uint32_t choose_warm(const tier *t, const uint64_t *uses, ranked *chosen) {
+/* The most used records, as many as there are slots, in the file's order; larger caches would have
+ * begun with more. */
+static uint32_t choose_warm(tier *t, const uint64_t *uses, ranked *chosen) {
     uint32_t n = 0;
     for (uint32_t r = 0; r < t->n_records; r++)
         if (uses[r]) chosen[n++] = (ranked){.key = UINT64_MAX - uses[r], .record = r};
     qsort(chosen, n, sizeof *chosen, by_key);
+    for (uint32_t i = n; i-- > 0;) ghost_use(&t->ghost, chosen[i].record);
     if (n > t->n_slots) n = t->n_slots;
     for (uint32_t i = 0; i < n; i++) chosen[i].key = t->entries[chosen[i].record].file.offset;
     qsort(chosen, n, sizeof *chosen, by_key);
@@ -685,7 +697,8 @@ static cflow_status take_slots(tier *t, cflow_error *err) {
                     least, (unsigned long long)least * t->slot_bytes);
     t->n_slots = t->n_free = n < t->n_records ? (uint32_t)n : t->n_records;
     t->free_slots = memory_zeroed(t->n_slots, sizeof *t->free_slots);
-    if (!t->free_slots) return fail(err, CFLOW_ENOMEM, "no memory for %u slots", t->n_slots);
+    if (!t->free_slots || !ghost_open(&t->ghost, t->n_records, t->n_slots))
+        return fail(err, CFLOW_ENOMEM, "no memory for %u slots", t->n_slots);
     for (uint32_t i = 0; i < t->n_slots; i++) t->free_slots[i] = t->n_slots - 1 - i;
     return arena_open(&t->memory, t->n_slots * t->slot_bytes, "the expert cache", err);
 }

@@ -124,10 +124,12 @@ typedef struct {
     uint64_t warm_bytes;  /* read by the warm start */
     uint64_t extra_reads; /* acquired without demand, or evicted between demand and acquire */
     uint64_t evictions;
-    uint64_t speculated;                /* speculative reads begun, or demanded while queued */
-    uint64_t useful;                    /* resident when demanded */
-    uint64_t late;                      /* queued or loading when demanded */
-    uint64_t wasted;                    /* evicted or failed without a demand */
+    uint64_t ghost_hits_2x; /* demands of what a cache with twice the slots would have held */
+    uint64_t ghost_hits_4x; /* four times */
+    uint64_t speculated;    /* speculative reads begun, or demanded while queued */
+    uint64_t useful;        /* resident when demanded */
+    uint64_t late;          /* queued or loading when demanded */
+    uint64_t wasted;        /* evicted or failed without a demand */
     uint64_t failed[TIER_N_RESULTS];    /* reads by what became of them; [TIER_OK] stays 0 */
     uint64_t stall_ns;                  /* time callers of tier_acquire slept, added up */
     uint64_t read_ns;                   /* time reads took, added up */

@@ -860,6 +860,67 @@ static void close_waits_for_a_healthy_read(void) {
     drop_disk(d);
 }
 
+/* ---- ghosts ---- */
+
+/* A cache of so many records, by the book: the time of each one's last use. */
+typedef struct {
+    uint32_t n_slots;
+    uint64_t used[MAX_RECORDS]; /* 0: not in it */
+    uint64_t hits;
+} plain_lru;
+
+static void use_plainly(plain_lru *c, uint32_t record, uint64_t now) {
+    uint32_t n = 0, oldest = record;
+    c->hits += c->used[record] != 0;
+    c->used[record] = now;
+    for (uint32_t r = 0; r < MAX_RECORDS; r++) {
+        n += c->used[r] != 0;
+        if (c->used[r] && c->used[r] < c->used[oldest]) oldest = r;
+    }
+    if (n > c->n_slots) c->used[oldest] = 0;
+}
+
+static void ghosts_tell_what_larger_caches_would_hold(uint32_t n_slots) {
+    disk *d = make_disk(MAX_RECORDS, 1);
+    tier *t = page_tier(d, 1, n_slots);
+    plain_lru same = {n_slots}, twice = {2 * n_slots}, four = {4 * n_slots};
+    uint64_t uses[MAX_RECORDS];
+    for (uint32_t r = 0; r < d->n; r++) { /* a warm start: larger caches begin with more */
+        uses[r] = d->n - r;
+        use_plainly(&same, d->n - 1 - r, r + 1);
+        use_plainly(&twice, d->n - 1 - r, r + 1);
+        use_plainly(&four, d->n - 1 - r, r + 1);
+    }
+    same.hits = twice.hits = four.hits = 0;
+    cflow_error err;
+    CHECK(!tier_warm(t, uses, NULL, &err), "%s", err.text);
+    for (uint32_t r = n_slots; r-- > 0;) { /* it came in the file's order */
+        demand_and_get(t, d, r);
+        use_plainly(&same, r, 50 - r);
+        use_plainly(&twice, r, 50 - r);
+        use_plainly(&four, r, 50 - r);
+    }
+    uint32_t x = n_slots;
+    for (uint32_t i = 0; i < 2000; i++) {
+        x = x * 1664525 + 1013904223;
+        const uint32_t among = 1 + (x >> 8) % MAX_RECORDS, r = (x >> 16) % among;
+        demand_and_get(t, d, r);
+        use_plainly(&same, r, 100 + i);
+        use_plainly(&twice, r, 100 + i);
+        use_plainly(&four, r, 100 + i);
+    }
+    const tier_stats s = stats_of(t);
+    CHECK(s.hits == same.hits && s.ghost_hits_2x == twice.hits && s.ghost_hits_4x == four.hits,
+          "%u slots: %llu hits, %llu with twice as many, %llu with four times; want %llu, %llu, "
+          "%llu",
+          n_slots, (unsigned long long)s.hits, (unsigned long long)s.ghost_hits_2x,
+          (unsigned long long)s.ghost_hits_4x, (unsigned long long)same.hits,
+          (unsigned long long)twice.hits, (unsigned long long)four.hits);
+    CHECK(n_slots > 3 || (s.hits < s.ghost_hits_2x && s.ghost_hits_2x < s.ghost_hits_4x), "order");
+    tier_close(t);
+    drop_disk(d);
+}
+
 /* ---- warm start ---- */
 
 static void a_warm_start_reads_the_most_used(void) {
@@ -1011,6 +1072,8 @@ int main(void) {
     times_out_by_the_real_clock();
     close_leaves_a_stuck_read_to_the_kernel();
     close_waits_for_a_healthy_read();
+    for (uint32_t n_slots = 2; n_slots <= MAX_RECORDS; n_slots++)
+        ghosts_tell_what_larger_caches_would_hold(n_slots);
     a_warm_start_reads_the_most_used();
     a_warm_start_can_be_cancelled();
     many_threads_see_right_bytes(1, 2, MAX_RECORDS);

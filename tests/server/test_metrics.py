@@ -46,7 +46,7 @@ def test_every_name_is_there_from_the_first_second(serve: Any) -> None:
         "cflow_expert_prefetch_issued", "cflow_expert_prefetch_useful",
         "cflow_expert_prefetch_late", "cflow_expert_prefetch_wasted",
         "cflow_expert_stall_seconds", "cflow_expert_faults", "cflow_disk_read_bytes",
-        "cflow_disk_read_seconds", "cflow_disk_inflight",
+        "cflow_disk_read_seconds", "cflow_disk_inflight", "cflow_expert_ghost_hit_ratio",
         "cflow_memory_bytes", "http_requests", "http_request_duration_seconds",
     }  # fmt: skip
     reasons = {s.labels["finished_reason"] for s in found["vllm:request_success"].samples}
@@ -78,13 +78,13 @@ def test_the_expert_cache_is_accounted_for(serve: Any) -> None:
     )
     live.engine.stats = Stats(
         experts=ExpertStats(
-            hits=1, misses=2, evictions=3, speculated=4, useful=5, late=6, wasted=7, disk_bytes=8,
+            hits=1, misses=3, evictions=3, speculated=4, useful=5, late=6, wasted=7, disk_bytes=8,
             n_resident=9, n_loading=2, stall_ns=1_500_000_000, read_ns=2_000_000_000, failed_cut=1,
-            latencies=(5, 0, 2, 1),
+            latencies=(5, 0, 2, 1), ghost_hits_2x=1, ghost_hits_4x=3,
         )
     )  # fmt: skip
     wanted = {
-        "cflow_expert_cache_hits_total": 1, "cflow_expert_cache_misses_total": 2,
+        "cflow_expert_cache_hits_total": 1, "cflow_expert_cache_misses_total": 3,
         "cflow_expert_evictions_total": 3, "cflow_expert_prefetch_issued_total": 4,
         "cflow_expert_prefetch_useful_total": 5, "cflow_expert_prefetch_late_total": 6,
         "cflow_expert_prefetch_wasted_total": 7, "cflow_disk_read_bytes_total": 8,
@@ -100,6 +100,9 @@ def test_the_expert_cache_is_accounted_for(serve: Any) -> None:
     for kind, value in {"io": 0, "cut": 1, "altered": 0, "timed_out": 0}.items():
         labels = f'engine="0",kind="{kind}",model_name="fake/model"'
         assert live.metric(f"cflow_expert_faults_total{{{labels}}}") == value
+    for budget, value in {"2x": 0.25, "4x": 0.75}.items():
+        labels = f'budget="{budget}",engine="0",model_name="fake/model"'
+        assert live.metric(f"cflow_expert_ghost_hit_ratio{{{labels}}}") == value
     for kind, value in {"weights": 600, "expert_cache": 400}.items():
         labels = f'engine="0",kind="{kind}",model_name="fake/model"'
         assert live.metric(f"cflow_memory_bytes{{{labels}}}") == value
