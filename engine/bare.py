@@ -33,8 +33,11 @@ class Bare(NamedTuple):
     threads: int
 
 
-def open_bare(config: EngineConfig, report: Report, **sizes: Unpack[Sizes]) -> Bare:
-    """The settings of config that count without a scheduler, as the server understands them."""
+def open_bare(
+    config: EngineConfig, report: Report, *, spare: int = 0, **sizes: Unpack[Sizes]
+) -> Bare:
+    """The settings of config that count without a scheduler, as the server understands them. spare:
+    bytes of memory that the caller takes later, and a cache chosen here must not."""
     threads = config.threads or machine.cores().threads
     as_f32 = config.precision == "f32"
     options: ContextOptions = {
@@ -48,7 +51,7 @@ def open_bare(config: EngineConfig, report: Report, **sizes: Unpack[Sizes]) -> B
     }
     header = read_header(config)
     bank = ExpertBank.of(header)
-    taken = weight_bytes(header, as_f32=as_f32) - bank.n_bytes
+    taken = spare + weight_bytes(header, as_f32=as_f32) - bank.n_bytes
     taken += sum(context_memory(header, **options))
     cache = choose_cache(config, bank, room_for_experts(machine.memory().available, taken))
     model = Model(

@@ -1,7 +1,8 @@
 """How fast a model runs here, next to how fast its memory could let it.
 
-Decode starts from an empty context and is fed fixed random tokens, a greedy choice counted with each
-step; prefill is one prompt in the server's step size. No server, no text.
+Decode starts from an empty context and is fed random tokens, a greedy choice counted with each step;
+prefill is one prompt in the server's step size. No server, no text. Tokens are the same in every
+bench and others in each of its runs, so that no run finds the experts of the one before.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class TierUse:
     tokens: int
     hits: int
     misses: int
+    reads: int  # of misses, and of guesses that were wrong
     disk_bytes: int
     stall_s: float
 
@@ -66,13 +68,17 @@ class TierUse:
             tokens,
             after.hits - before.hits,
             after.misses - before.misses,
+            after.reads - before.reads,
             after.disk_bytes - before.disk_bytes,
             (after.stall_ns - before.stall_ns) / 1e9,
         )
 
     def floor_tok_s(self, disk_gb_s: float) -> float | None:
-        """Tokens a second if nothing but the disk took time; None if nothing was read."""
-        return disk_gb_s * 1e9 * self.tokens / self.disk_bytes if self.disk_bytes else None
+        """Tokens a second if nothing took time but reading what was missed; None if nothing was."""
+        if not self.misses:
+            return None
+        missed_bytes = self.disk_bytes * self.misses / self.reads
+        return disk_gb_s * 1e9 * self.tokens / missed_bytes
 
 
 @dataclass(frozen=True)
@@ -173,6 +179,7 @@ def run(
     model, context, threads = open_bare(
         config,
         progress,
+        spare=_probe_bytes(),
         max_rows=max(streams, min(prompt, MAX_STEP_ROWS)),
         max_sequences=streams,
         max_context=max(prompt, gen, WARM_UP_STEPS),
@@ -239,11 +246,14 @@ def _n_blocks(n_tokens: int) -> int:
     return -(-n_tokens // int(const.CFLOW_KV_BLOCK))
 
 
+def _probe_bytes() -> int:
+    return max(PROBE_BYTES, 4 * machine.cpu().l3_bytes)
+
+
 def _probe(threads: int, report: Report) -> float:
     """GB/s of main memory: a buffer that no cache holds, read with the same threads."""
     report("probe", 0, 1)
-    n_bytes = max(PROBE_BYTES, 4 * machine.cpu().l3_bytes)
-    rate = native.probe_bandwidth(n_bytes, threads, PROBE_PASSES) / 1e9
+    rate = native.probe_bandwidth(_probe_bytes(), threads, PROBE_PASSES) / 1e9
     report("probe", 1, 1)
     return rate
 
@@ -266,9 +276,10 @@ class _Bench:
         self._n_tokens = n_tokens
         self._runs = runs
         self._report = report
+        self._random = random.Random(0)
 
     def _tokens(self, n: int) -> list[int]:
-        return random.Random(n).choices(range(self._n_tokens), k=n)
+        return self._random.choices(range(self._n_tokens), k=n)
 
     def _bind(self, streams: int, n_tokens: int) -> None:
         n = _n_blocks(n_tokens)
@@ -283,11 +294,11 @@ class _Bench:
     def prefill(self, n: int) -> Runs:
         """One prompt of n tokens and its first choice."""
         self._bind(1, n)
-        rows = [Row(0, token, i) for i, token in enumerate(self._tokens(n))]
-        rows[-1] = rows[-1]._replace(flags=const.CFLOW_ROW_LOGITS)
         rates = []
         for done in range(self._runs):
             self._report("prefill", done, self._runs)
+            rows = [Row(0, token, i) for i, token in enumerate(self._tokens(n))]
+            rows[-1] = rows[-1]._replace(flags=const.CFLOW_ROW_LOGITS)
             start = time.perf_counter()
             for first in range(0, n, MAX_STEP_ROWS):
                 chunk = rows[first : first + MAX_STEP_ROWS]

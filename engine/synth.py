@@ -21,6 +21,7 @@ from cflow.engine.reports import Progress
 
 SHAPES = Path(__file__).parent.parent / "configs" / "shapes"
 POOL_BLOCKS = 4099  # of random codes per stripe height; a prime, so that tensors repeat out of step
+ADDED = ("o", "down", "shared_down", "expert_down")  # what a layer adds to the stream
 CODE_STD = math.sqrt((16**2 - 1) / 12)  # of a uniform 4-bit code
 
 
@@ -70,7 +71,7 @@ def synth_header(shape: str, out: Path) -> None:
 
 def _contents(spec: ModelSpec, seed: int) -> Contents:
     vocabulary = byte_vocabulary(spec.vocab_size)
-    origin = _Random(seed)
+    origin = _Random(spec, seed)
     return Contents(
         header=spec.header(len(vocabulary.tokens)),
         layers=spec.layer_records(),
@@ -95,11 +96,18 @@ def _metadata(spec: ModelSpec) -> dict[str, Any]:
 
 
 class _Random:
-    """Weights of standard deviation 1 / sqrt(columns): values keep their size through a layer."""
+    """Weights of standard deviation 1 / sqrt(columns), which keeps values their size. As in GPT-2, what
+    a layer adds to the stream is less by sqrt(2 layers): beside an embedding of size 1 the stream
+    stays its token's own, and routers choose almost evenly. A tied embedding has the head's size.
+    """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, spec: ModelSpec, seed: int) -> None:
         self._random = np.random.default_rng(seed)
-        self._pools: dict[tuple[int, int], Bytes] = {}
+        self._pools: dict[tuple[int, int, float], Bytes] = {}
+        added = 1 / math.sqrt(2 * len(spec.layers) * spec.passes)
+        self._gains = dict.fromkeys(ADDED, added)
+        if not spec.tied:
+            self._gains["embedding"] = math.sqrt(spec.d_model)
 
     def weight(self, role: str, block: int, shape: tuple[int, ...]) -> Weight:
         if len(shape) == 1:
@@ -128,7 +136,7 @@ class _Random:
 
     def _codes(self, role: str, block: int, n_rows: int, n_cols: int) -> Weight:
         rows = stripe_rows(n_rows)
-        pool = self._pool(rows, n_cols)
+        pool = self._pool(rows, n_cols, self._gains.get(role, 1.0))
         start = int(self._random.integers(len(pool)))
         n_blocks = -(-n_cols // 32)
 
@@ -138,14 +146,14 @@ class _Random:
 
         return Weight(role, block, "q4_0", n_rows, n_cols, stripes)
 
-    def _pool(self, rows: int, n_cols: int) -> Bytes:
+    def _pool(self, rows: int, n_cols: int, gain: float) -> Bytes:
         """(POOL_BLOCKS, bytes of a q4_0 block of `rows` rows). The scales' signs are random too, or
         the codes' mean of -1/2 would make all outputs alike."""
-        key = rows, n_cols
+        key = rows, n_cols, gain
         if key not in self._pools:
             n_codes = rows * 16
             codes = self._random.integers(0, 256, (POOL_BLOCKS, n_codes), np.uint8)
             signs = self._random.choice(np.array([-1, 1], np.float16), (POOL_BLOCKS, rows))
-            scales = signs * np.float16(1 / (CODE_STD * math.sqrt(n_cols)))
+            scales = signs * np.float16(gain / (CODE_STD * math.sqrt(n_cols)))
             self._pools[key] = np.concatenate([codes, scales.view(np.uint8)], axis=1)
         return self._pools[key]

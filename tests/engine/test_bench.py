@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cflow.engine import bare, bench, native
+from cflow.engine import bare, bench, native, synth
 from cflow.engine.config import EngineConfig
 from cflow.engine.errors import CflowError
 from cflow.engine.experts import ExpertBank
@@ -102,6 +102,64 @@ def test_experts_from_disk_are_accounted_for(path: Path) -> None:
     assert report["disk_floor_tok_s"] == pytest.approx(floor)
     assert report["prefill_expert_misses"] >= 3  # more experts than fit are wanted
     assert "disk_bytes" not in bench.run(config(path), prompt=1, gen=1, batch=(), runs=1).to_json()
+
+
+SHAPE = """
+architecture = "qwen3moe"
+n_layers = 16
+d_model = 128
+vocab_size = 256
+context = 512
+tied = false
+norm_eps = 1e-6
+[layer]
+n_heads = 4
+n_kv_heads = 2
+head_dim = 32
+n_experts = 32
+top_k = 4
+d_expert = 32
+renormalise = true
+[layer.rope]
+kind = "half"
+dim = 32
+base = 1e4
+"""
+
+
+@pytest.mark.parametrize("share", [25, 50])
+def test_a_random_model_hits_as_much_as_its_cache_holds(share: int, tmp_path: Path) -> None:
+    """The worst case, every expert as likely as any other: a cache of a quarter hits a quarter."""
+    shape, path = tmp_path / "small.toml", tmp_path / "small.cflow"
+    shape.write_text(SHAPE)
+    synth.synth(str(shape), path)
+    cached = config(path, expert_cache=f"{share}%")
+    report = bench.run(cached, prompt=64, gen=150, batch=(), runs=2).to_json()
+    wanted = report["expert_hits"] + report["expert_misses"]
+    assert wanted == 16 * 4 * 150 * 2
+    assert report["expert_hits"] / wanted == pytest.approx(share / 100, abs=0.06)
+
+
+def test_no_run_finds_what_the_one_before_it_read(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fed: list[list[int]] = []
+    monkeypatch.setattr(
+        bench,
+        "step",
+        lambda context, rows: fed.append([row.token for row in rows]) or bare.step(context, rows),
+    )
+
+    def tokens() -> list[list[int]]:
+        fed.clear()
+        bench.run(config(path), prompt=40, gen=40, batch=(), runs=2)
+        decoded = [token for rows in fed if len(rows) == 1 for token in rows]
+        assert len(decoded) == bench.WARM_UP_STEPS + 80
+        return [*(rows for rows in fed if len(rows) > 1), decoded[-80:-40], decoded[-40:]]
+
+    first = tokens()
+    assert len({tuple(run) for run in first}) == 4
+    assert tokens() == first
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from cflow.engine import native, synth
 from cflow.engine.errors import ModelError
 from oracles.forward import Forward
-from oracles.model_file import ModelFile
+from oracles.model_file import MODEL_LEVEL, ModelFile
 
 # Published parameter counts; pipeline-native ones from the published totals (docs/delays.md).
 PARAMETERS = {
@@ -98,11 +98,14 @@ def test_the_same_seed_gives_the_same_file(tmp_path: Path) -> None:
 
 
 def test_weights_keep_the_size_of_what_passes_through(tmp_path: Path) -> None:
+    """Matrices that write to the stream of 12 layers are smaller by sqrt(2 x 12)."""
     file = ModelFile(small(tmp_path, "x.cflow"))
-    for role in ("q", "o", "up", "down", "router"):
+    for role, size in (("q", 1), ("up", 1), ("router", 1), ("o", 24**-0.5), ("down", 24**-0.5)):
         weight = file.weight(11, role)
-        assert weight.std() * np.sqrt(weight.shape[1]) == pytest.approx(1, rel=0.1)
+        assert weight.std() * np.sqrt(weight.shape[1]) == pytest.approx(size, rel=0.1)
         assert abs(weight.mean()) < 0.1 * weight.std()
+    down = file.weight(11, "expert_down", 3)
+    assert down.std() * np.sqrt(down.shape[1]) == pytest.approx(24**-0.5, rel=0.1)
     assert not np.array_equal(file.weight(0, "expert_up", 0), file.weight(0, "expert_up", 1))
 
 
@@ -110,6 +113,14 @@ def test_logits_stay_finite_and_of_moderate_size_through_twelve_layers(tmp_path:
     logits = Forward(ModelFile(small(tmp_path, "x.cflow")), list(range(40, 70))).logits
     assert np.isfinite(logits).all()
     assert 0.3 < logits.std() < 3
+
+
+@pytest.mark.parametrize(("tied", "size"), [(False, 1.0), (True, 128**-0.5)])
+def test_an_embedding_is_larger_than_what_layers_add_unless_it_is_the_head(
+    tied: bool, size: float, tmp_path: Path
+) -> None:
+    path = small(tmp_path, "x.cflow", tied=tied)
+    assert ModelFile(path).weight(MODEL_LEVEL, "embedding").std() == pytest.approx(size, rel=0.1)
 
 
 def test_a_byte_is_a_token_and_other_rows_are_none(tmp_path: Path) -> None:
