@@ -106,7 +106,8 @@ def share_memory(config: EngineConfig) -> Share:
     kv = "f32" if as_f32 else config.kv
     model = read_header(config)
     bank, available = ExpertBank.of(model), machine.memory().available
-    fixed = weight_bytes(model, as_f32=as_f32) - bank.n_bytes
+    bank_bytes = 0 if as_f32 else bank.n_bytes  # what may stay on disk
+    fixed = weight_bytes(model, as_f32=as_f32) - bank_bytes
     one = _options(config, 1, kv, Capacity(max_context=1, n_kv_blocks=1))
     block_bytes, _ = context_memory(model, **one)
 
@@ -123,9 +124,9 @@ def share_memory(config: EngineConfig) -> Share:
         return Share(capacity, choose_cache(config, bank, room_for_experts(available, taken)))
 
     if config.expert_cache is not None:
-        return share(min(asked_cache(config.expert_cache, bank), bank.n_bytes))
+        return share(min(asked_cache(config.expert_cache, bank), bank_bytes))
     with suppress(EngineError):
-        if not (whole := share(bank.n_bytes)).expert_cache:
+        if not (whole := share(bank_bytes)).expert_cache:
             return whole
     return share(0)
 

@@ -9,7 +9,7 @@ import pytest
 from cflow.engine import machine
 from cflow.engine.config import EngineConfig
 from cflow.engine.errors import EngineError
-from cflow.engine.experts import ExpertBank
+from cflow.engine.experts import ExpertBank, weight_bytes
 from cflow.engine.loading import Share, share_memory
 from cflow.engine.native import Model, context_memory
 from oracles.random_model import RandomModel
@@ -81,3 +81,11 @@ def test_a_cache_that_was_asked_for_is_not_questioned(shared: Shared, path: Path
     bank = ExpertBank.of(Model(str(path), header_only=True))
     assert shared(1 << 30, expert_cache="25%").expert_cache == bank.n_bytes // 4
     assert shared(1 << 30, expert_cache="100%").expert_cache == 0
+
+
+def test_dequantised_experts_count_in_full(shared: Shared, path: Path) -> None:
+    """With f32 none may stay on disk, so nothing less than all weights will do."""
+    weights = weight_bytes(Model(str(path), header_only=True), as_f32=True)
+    assert shared(weights + MIB, precision="f32").expert_cache == 0
+    with pytest.raises(EngineError, match=rf"the weights need {weights:,} bytes"):
+        shared(weights - 1, precision="f32")
