@@ -8,15 +8,15 @@ x[l] is what layer l of L reads, x[0] the embedding; N are RMSNorms, s is the re
     x[l+1] = x[l] + a[l] + d[l] + sum of e[k] where min(k + expert_delay, L - 1) = l
     logits = W N(x[L])
 
-Sources: paper.md 2.5 for the delays, (2.4) for FFN(x) = (x W_gate * GELU(x W_up)) W_down, (2.5) for
-MoE(x) = sum of s_i FFN_i(x) over the top k, s_i their softmax weights over their sum. Shapes:
-b sequences, n tokens, d = d_model.
+Sources: arXiv 2608.23841v1, (2.4) for FFN(x) = (x W_gate * GELU(x W_up)) W_down and (2.5) for
+MoE(x) = sum of s_i FFN_i(x) over the top k, s_i their softmax weights over their sum; docs/delays.md
+for the delays. Shapes: b sequences, n tokens, d = d_model.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 import torch
@@ -26,21 +26,22 @@ from torch.nn import functional as F
 INIT_STD = 0.02
 
 
+Count = Annotated[int, msgspec.Meta(ge=1)]
 Source = Literal["post_attention", "x_in", "x_in_previous"]
 
 
 class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Sizes of a model, the same for all arms. n_layers: as applied, also where they share weights."""
 
-    vocab_size: int
-    d_model: int
-    n_layers: int
-    n_heads: int
-    d_ff: int
-    n_experts: int
-    top_k: int
-    d_expert: int
-    context: int
+    vocab_size: Count
+    d_model: Count
+    n_layers: Count
+    n_heads: Count
+    d_ff: Count
+    n_experts: Count
+    top_k: Count
+    d_expert: Count
+    context: Count
     rope_base: float = 10000.0
     norm_eps: float = 1e-5
     v_norm: bool = False
@@ -58,9 +59,9 @@ class Arm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     dense_source: Source = "post_attention"
     expert_anchor: Literal["post_attention", "x_in"] = "post_attention"
-    expert_delay: int = 0
+    expert_delay: Annotated[int, msgspec.Meta(ge=0)] = 0
     residual_scale: float = 1.0
-    passes: int = 1
+    passes: Count = 1
     streams: Literal["one", "decoupled", "registers"] = "one"
 
 
@@ -190,6 +191,8 @@ class Pipeline(nn.Module):
         super().__init__()
         if shape.n_layers % arm.passes or shape.d_model % (2 * shape.n_heads):
             raise ValueError(f"{shape} cannot be {arm.passes} passes of even-sized heads")
+        if shape.top_k > shape.n_experts:
+            raise ValueError(f"{shape.top_k} of {shape.n_experts} experts cannot be chosen")
         self.arm, self.shape = arm, shape
         self.embedding = nn.Embedding(shape.vocab_size, shape.d_model)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.n_layers // arm.passes))
@@ -200,7 +203,7 @@ class Pipeline(nn.Module):
 
     def _initialise(self) -> None:
         """Matrices N(0, INIT_STD), those that write to a stream less by sqrt(2 L), as GPT-2 does.
-        Arms of one seed start with the same matrices."""
+        Arms of one seed start with the same matrices, but for arms with fewer blocks."""
         for name, p in self.named_parameters():
             if p.ndim > 1:
                 writes = name.endswith((".o.weight", ".down"))
@@ -244,8 +247,7 @@ class DecoupledStreams(Pipeline):
         s[l+1] = s[l] + Attn(N1 s[l] + N1' t[l])
         t[l+1] = t[l] + (FFN + MoE)(N2 t[l] + N2' s[l+1])       logits = W (N s[L] + N' t[L])
 
-    With one norm of the sum, as paper.md 6 proposes, s + t is the sequential model's stream and the
-    two are one model.
+    With one norm of the sum s + t is the sequential model's stream and the two are one model.
     """
 
     def __init__(self, arm: Arm, shape: Shape, dropout: float = 0.0) -> None:

@@ -1,7 +1,8 @@
 """Training of the arms: every run of a configuration, resumed where it stopped, never done twice.
 
-    OUT/ARM-sSEED/    checkpoint.pt, best.pt; log.jsonl, curve.png, result.json; model/: the best
-                      model as a folder for `cflow convert`, of arms that the engine runs
+    OUT/ARM-sSEED/    run.json: its settings; checkpoint.pt, best.pt; log.jsonl, curve.png,
+                      result.json; model/: the best model as a folder for `cflow convert`, of arms
+                      that the engine runs
     OUT/results.json  all finished runs, which curves.png shows
 
 Several processes may share one OUT: a run that another one holds is left to it.
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import torch
@@ -27,7 +28,7 @@ from torch.nn import functional as F
 
 from cflow.engine import machine
 from cflow.engine.lab import corpus
-from cflow.engine.lab.architectures import Arm, Pipeline, Shape, build, n_parameters
+from cflow.engine.lab.architectures import Arm, Count, Pipeline, Shape, build, n_parameters
 from cflow.engine.lab.corpus import Corpus
 from cflow.engine.lab.curves import draw_arms, draw_curve
 from cflow.engine.lab.errors import LabError
@@ -40,17 +41,17 @@ CHECKPOINT_S = 60.0
 class Training(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How to train. A step is one of the optimiser (AdamW), of batch x context tokens."""
 
-    epochs: int
-    batch: int
+    epochs: Count
+    batch: Count
     peak_rate: float
     final_rate: float
-    warm_up: int  # steps
+    warm_up: Annotated[int, msgspec.Meta(ge=0)]  # steps
     betas: tuple[float, float]
     weight_decay: float
     clip: float
     dropout: float
     balance: float  # weight of the load-balancing loss
-    validate_every: int  # steps
+    validate_every: Count  # steps
 
     def rate(self, step: int, n_steps: int) -> float:
         """A line up to peak_rate over warm_up steps, then a cosine down to final_rate."""
@@ -136,7 +137,8 @@ def runs_of(config: Config) -> list[Run]:
 def train(
     config: Config, out: Path, *, n_threads: int, device: str = "", watch: Watch = lambda _: None
 ) -> Path:
-    """Trains what OUT has no result of; the path of results.json. device: "" takes CUDA if there."""
+    """Trains what OUT has no result of; the path of results.json. device: "" takes CUDA if there.
+    LabError if OUT has runs with other settings."""
     keep_freed_memory()
     torch.set_num_threads(n_threads)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -144,9 +146,12 @@ def train(
     text = corpus.load(folder, config.shape.vocab_size)
     for run in runs_of(config):
         with _held(out / run.folder) as ours:
+            if ours:
+                _keep_settings(run, out / run.folder)
             if ours and not (out / run.folder / "result.json").exists():
                 Trainer(run, out / run.folder, text, device).run(watch)
-    return collect(config, out, text, device)
+    with _held(out, wait=True):  # the last to come sees the runs of all
+        return collect(config, out, text, device)
 
 
 def collect(config: Config, out: Path, text: Corpus, device: str) -> Path:
@@ -183,7 +188,10 @@ class Trainer:
             raise LabError(f"{len(text.train)} tokens of text are too few for one batch")
         self._n_steps = how.epochs * self._epoch_steps
         torch.manual_seed(run.seed)
-        self._model = build(run.arm, run.shape, how.dropout).to(device)
+        try:
+            self._model = build(run.arm, run.shape, how.dropout).to(device)
+        except ValueError as error:
+            raise LabError(f"{run.folder}: {error}") from None
         self._optimiser = torch.optim.AdamW(
             parameter_groups(self._model, how.weight_decay), betas=how.betas, fused=True
         )
@@ -256,7 +264,6 @@ class Trainer:
 
     def _save(self) -> None:
         state = {
-            "run": msgspec.json.encode(self._run),
             "step": self._step,
             "seconds": self._seconds,
             "best": self._best,
@@ -273,11 +280,6 @@ class Trainer:
             log.unlink(missing_ok=True)
             return
         state = torch.load(path, map_location=self._device)
-        if state["run"] != msgspec.json.encode(self._run):
-            raise LabError(
-                f"{path} belongs to a run with other settings; remove {self._folder} or train into "
-                "another folder"
-            )
         self._step, self._seconds, self._best = state["step"], state["seconds"], state["best"]
         self._model.load_state_dict(state["model"])
         self._optimiser.load_state_dict(state["optimiser"])
@@ -349,13 +351,26 @@ def _n_scored(text: Corpus, context: int) -> int:
     return (len(text.valid) - 1) // context * context
 
 
+def _keep_settings(run: Run, folder: Path) -> None:
+    """A checkpoint or result of other settings must not pass for this run's."""
+    path, settings = folder / "run.json", msgspec.json.format(msgspec.json.encode(run))
+    if not path.exists():
+        _write(path, settings)
+    elif path.read_bytes() != settings:
+        raise LabError(
+            f"{path}: {folder} is of a run with other settings; remove it or train into another "
+            "folder"
+        )
+
+
 @contextmanager
-def _held(folder: Path) -> Iterator[bool]:
-    """Makes folder; whether this process, and no other, has it until the end of the block."""
+def _held(folder: Path, *, wait: bool = False) -> Iterator[bool]:
+    """Makes folder; whether this process, and no other, has it until the end of the block. wait: for
+    the others, else not."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             yield False
         else:

@@ -125,9 +125,26 @@ def test_a_checkpoint_of_other_settings_is_refused(
 
     with pytest.raises(Killed):
         run(config(text), tmp_path, kill)
-    other = replace(config(text), training=replace(TRAINING, clip=2.0))
     with pytest.raises(LabError, match="other settings"):
-        run(other, tmp_path)
+        run(with_other_settings(text), tmp_path)
+
+
+def test_a_result_of_other_settings_is_refused(text: Path, tmp_path: Path) -> None:
+    run(config(text), tmp_path)
+    with pytest.raises(LabError, match="other settings"):
+        run(with_other_settings(text), tmp_path)
+
+
+def with_other_settings(text: Path) -> Config:
+    return replace(config(text), training=replace(TRAINING, clip=2.0))
+
+
+def test_a_run_that_another_process_has_is_left_to_it(text: Path, tmp_path: Path) -> None:
+    arms = {"combined": ARMS["arch2_4_combined"], "sync": ARMS["arch2_4_sync"]}
+    with train._held(tmp_path / "combined-s0"):
+        results = run(config(text, **arms), tmp_path)
+    assert [r["name"] for r in results["runs"]] == ["sync"]
+    assert not (tmp_path / "combined-s0" / "log.jsonl").exists()
 
 
 def test_arms_see_the_same_batches(text: Path) -> None:
@@ -164,6 +181,10 @@ def test_the_bundled_text_and_configuration() -> None:
         ("d_model =", "d_modell = 3\nd_model =", "d_modell"),
         ('dense_source = "x_in"', 'dense_source = "x_out"', "x_out"),
         ("epochs = 1", "epochs = 1.5", "epochs"),
+        ("batch = 8", "batch = 0", "batch"),
+        ("validate_every = 200", "validate_every = 0", "validate_every"),
+        ("n_heads = 4", "n_heads = 0", "n_heads"),
+        ("passes = 3", "passes = 0", "passes"),
         ("[shape]", "[shape", r"x\.toml"),
     ],
 )
@@ -174,6 +195,14 @@ def test_wrong_configurations_are_named(tmp_path: Path, old: str, new: str, name
     path.write_text(text.replace(old, new, 1))
     with pytest.raises(LabError, match=named):
         train.read_config(path)
+
+
+def test_sizes_that_make_no_model_are_named(text: Path, tmp_path: Path) -> None:
+    wrong = config(text)
+    with pytest.raises(LabError, match="combined-s0: 3 of 2 experts cannot be chosen"):
+        run(replace(wrong, shape=replace(wrong.shape, n_experts=2, top_k=3)), tmp_path)
+    with pytest.raises(LabError, match=r"thirds-s0: .*cannot be 3 passes"):
+        run(config(text, thirds=Arm(passes=3)), tmp_path)
 
 
 def test_a_vocabulary_that_the_text_does_not_give(text: Path) -> None:
