@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from cflow.engine.config import EngineConfig, read_share
-from cflow.engine.errors import EngineError
+from cflow.engine.errors import EngineError, ModelError
 from cflow.engine.expert_uses import read_uses, uses_path, write_uses
 from cflow.engine.messages import ExpertStats
 from cflow.engine.native import ExpertOptions, Model, const
@@ -22,7 +22,6 @@ from cflow.engine.reports import Progress
 
 FREE_PART = 16  # one part in so many of the available memory is left alone
 TIMEOUT_S = 10.0  # a read without an answer for so long has failed
-
 SAVE_S = 10.0  # how often uses are kept
 
 log = logging.getLogger("cflow.worker")
@@ -140,11 +139,8 @@ class Experts:
     """The expert cache of a loaded model that has one: its counters, its start, its memory."""
 
     def __init__(self, model: Model) -> None:
-        # Not above: it knows all file formats, and most workers have no use for them.
-        from cflow.engine.hub import cache_folder
-
         self._model = model
-        self._path = uses_path(Path(model.path), cache_folder())
+        self._path = _find_uses(Path(model.path))
         self._saved_at = time.monotonic()
 
     def stats(self) -> ExpertStats:
@@ -154,6 +150,8 @@ class Experts:
 
     def warm(self, progress: Progress) -> None:
         """Reads what earlier runs used most. What is long ago counts less each time."""
+        if self._path is None:
+            return
         uses = read_uses(self._path, self._model.header.n_records)
         if uses is not None:
             self._model.warm(uses // 2, progress)
@@ -161,10 +159,22 @@ class Experts:
     def save(self, *, at_once: bool = False) -> None:
         """Keeps the uses for the next start, now and then or at once."""
         now = time.monotonic()
-        if not at_once and now < self._saved_at + SAVE_S:
+        if self._path is None or (not at_once and now < self._saved_at + SAVE_S):
             return
         self._saved_at = now
         try:
             write_uses(self._path, self._model.expert_uses)
         except OSError as error:
             log.warning("cannot keep %s: %s", self._path, error.strerror)
+
+
+def _find_uses(model: Path) -> Path | None:
+    """Where the uses are kept; None, with a line in the log, where nothing can be."""
+    # Not above: it knows all file formats, and most workers have no use for them.
+    from cflow.engine.hub import cache_folder
+
+    try:
+        return uses_path(model, cache_folder())
+    except (OSError, ModelError) as error:
+        log.warning("the expert cache starts cold, and its uses are not kept: %s", error)
+        return None

@@ -11,6 +11,7 @@ from cflow.engine.errors import EngineError
 from cflow.engine.expert_uses import read_uses, uses_path, write_uses
 from cflow.engine.experts import (
     ExpertBank,
+    Experts,
     choose_cache,
     expert_options,
     room_for_experts,
@@ -143,3 +144,18 @@ def test_the_file_is_named_after_the_models_content(tmp_path: Path) -> None:
     moved.write_bytes(first.read_bytes())
     names = [uses_path(path, tmp_path).name for path in (first, moved, other)]
     assert names[0] == names[1] != names[2]
+
+
+def test_without_a_folder_to_keep_them_experts_are_served_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "taken").write_text("a file where the folder should be")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "taken"))
+    path = RandomModel([dict(EXPERTS)]).write(tmp_path / "m.cflow")
+    slots = 3 * ExpertBank.of(Model(str(path), header_only=True)).record_bytes
+    experts = Experts(Model(str(path), experts={"cache": slots}))
+    experts.warm(lambda *_: None)
+    experts.save(at_once=True)
+    assert experts.stats().warm_bytes == 0
+    assert "its uses are not kept: cannot make the cache folder" in caplog.text
+    assert len(caplog.records) == 1
