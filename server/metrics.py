@@ -242,14 +242,14 @@ class EngineCollector(Collector):
             ("cflow_expert_cache_hits", experts.hits, "Experts wanted and in memory."),
             ("cflow_expert_cache_misses", experts.misses, "Experts wanted and not in memory."),
             ("cflow_expert_evictions", experts.evictions, "Experts that made room."),
-            ("cflow_expert_prefetch_issued", experts.speculated, "Experts read on suspicion."),
-            ("cflow_expert_prefetch_useful", experts.useful, "Those there when wanted."),
-            ("cflow_expert_prefetch_late", experts.late, "Those wanted before they were there."),
-            ("cflow_expert_prefetch_wasted", experts.wasted, "Those never wanted."),
+            ("cflow_expert_prefetch_issued", experts.speculated, "Experts read ahead."),
+            ("cflow_expert_prefetch_useful", experts.useful, "Experts read ahead in time."),
+            ("cflow_expert_prefetch_late", experts.late, "Experts read ahead too late."),
+            ("cflow_expert_prefetch_wasted", experts.wasted, "Experts read ahead in vain."),
             ("cflow_expert_extra_reads", experts.extra_reads, "Experts read twice for one use."),
             ("cflow_expert_stall_seconds", experts.stall_ns / 1e9, "Time steps slept for experts."),
-            ("cflow_expert_warm_bytes", experts.warm_bytes, "Bytes read to start warm."),
-            ("cflow_disk_read_bytes", experts.disk_bytes, "Bytes of experts read since then."),
+            ("cflow_expert_warm_bytes", experts.warm_bytes, "Bytes of experts read to start warm."),
+            ("cflow_disk_read_bytes", experts.disk_bytes, "Bytes of experts read once warm."),
         )
 
     def _ghosts(self, experts: ExpertStats) -> Metric:
@@ -270,7 +270,7 @@ class EngineCollector(Collector):
             ("cflow_expert_cache_bytes", experts.n_resident * slot_bytes, "Experts in memory."),
             ("cflow_expert_cache_capacity_bytes", capacity, "Memory for experts."),
             ("cflow_disk_inflight", experts.n_loading, "Reads of experts in flight."),
-            ("cflow_disk_overdue", experts.n_overdue, "Those that exceed the time-out."),
+            ("cflow_disk_overdue", experts.n_overdue, "Reads of experts that exceed the time-out."),
         )
 
 
