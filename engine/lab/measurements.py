@@ -184,7 +184,7 @@ class Bench:
         """A file of build/bench/shapes for `cflow plan` and `cflow synth`."""
         path = self.folder / "shapes" / f"{arm}_d{d}.toml"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(_shape_text(arm, d, n_layers, **sizes))
+        path.write_text(shape_text(arm, d, n_layers, **sizes))
         return path
 
     def published_shape(self, arm: str, d: int) -> Path:
@@ -295,7 +295,7 @@ def planned(shape: str) -> Planned:
             )
 
 
-def _shape_text(
+def shape_text(
     arm: str, d: int, n_layers: int, *, d_ff: int, n_experts: int, top_k: int, d_expert: int
 ) -> str:
     dense_source, anchor, delay = ARMS.get(arm, ARMS["sequential"])

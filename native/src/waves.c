@@ -151,7 +151,7 @@ static const op *find_wanted(const cflow_ctx *ctx, uint32_t stage, uint32_t n, u
 
 int waves_wait(cflow_ctx *ctx, uint32_t phase) {
     const uint32_t stage = phase / 2, n = list_wanted(ctx, stage);
-    uint32_t which, index;
+    uint32_t which, index = 0;
     const uint8_t *bytes;
     if (!n) return 0;
     const uint64_t began = now_ns();

@@ -1,0 +1,639 @@
+"""`cflow lab overlap`: what a delay of experts is worth when they come from disk, beside two laws.
+
+One file, one stream, five arms. C: all experts are resident. IO: the same records in the same order
+and nothing computed. Three read while they compute: synchronous (`none`), in the window of one layer
+(`layer`), in that of the delay (`delay`). They take turns, round by round, and must give the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import resource
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from datetime import date
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+
+from cflow.engine import machine
+from cflow.engine.bare import step
+from cflow.engine.experts import ExpertBank
+from cflow.engine.hub import BUNDLED_FILE
+from cflow.engine.lab.errors import LabError
+from cflow.engine.lab.measurements import Samples, shape_text
+from cflow.engine.lab.schedule import WINDOWS, Disk, Schedule, Step, Trace, plan_step
+from cflow.engine.lab.widen import widen
+from cflow.engine.native import Context, Model, Pick, Row, TierStats, const, crc32c
+from cflow.engine.reports import Report, silent
+from cflow.engine.synth import synth
+
+RESULTS = "docs/results/overlap.json"
+RATE_PART = 0.95  # of what one reader gets: what the disk holds
+READS = 64  # of which the cost of one is the median
+BLOCK = int(const.CFLOW_KV_BLOCK)
+ARMS = {
+    "none": "synchronous",
+    "layer": "window of a layer",
+    "delay": "window of the delay",
+}
+
+
+@dataclass(frozen=True)
+class Widths:
+    """What makes a model's compute last as long as its reads."""
+
+    d_model: int
+    d_ff: int
+    d_expert: int
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is measured."""
+
+    random: Widths = Widths(2560, 9472, 192)
+    trained: Widths = Widths(128, 131072, 6144)  # of the bundled model, widened
+    n_layers: int = 24
+    n_experts: int = 32
+    top_k: int = 8
+    tokens: int = 8
+    rounds: int = 5
+    threads: tuple[int, ...] = ()  # none: 1, 2, 4, .. up to this machine's
+
+    @property
+    def thread_counts(self) -> tuple[int, ...]:
+        n = machine.cores().threads
+        return self.threads or (*(t for t in (1, 2, 4, 8, 16) if t < n), n)
+
+
+# ---- results ----
+
+
+class Cell(msgspec.Struct, frozen=True):
+    """One setting. Times are milliseconds a token, by round."""
+
+    routing: str
+    threads: int
+    experts: int  # a token and layer
+    slots: int
+    records: int
+    misses: float  # a token, in the arm of the delay
+    hits: float
+    compute_ms: tuple[float, ...]
+    io_ms: tuple[float, ...]
+    none_ms: tuple[float, ...]
+    layer_ms: tuple[float, ...]
+    delay_ms: tuple[float, ...]
+    io_eff_ms: (
+        float  # what the disk takes for a token's records while the arm of the delay computes
+    )
+    read_ms: float  # of one record
+    wake_ms: float  # until whoever waited for it runs on
+    stolen_ms: float  # of compute, for one record
+    predicted_ms: dict[str, float]  # by window
+
+    @property
+    def name(self) -> str:
+        return (
+            f"{self.routing}, {self.experts} experts a layer, {self.slots} of {self.records} records "
+            f"in memory, {self.threads} threads"
+        )
+
+    def ms(self, window: str) -> float:
+        return statistics.median(self.rounds(window))
+
+    def rounds(self, window: str) -> tuple[float, ...]:
+        return {"none": self.none_ms, "layer": self.layer_ms, "delay": self.delay_ms}[window]
+
+    @property
+    def c(self) -> float:
+        return statistics.median(self.compute_ms)
+
+    @property
+    def io(self) -> float:
+        return statistics.median(self.io_ms)
+
+    def net(self, window: str) -> float:
+        """How much faster than synchronous reads."""
+        return Samples(self.none_ms).over(Samples(self.rounds(window)))
+
+    @property
+    def law(self) -> float:
+        """(C + IO) / max(C, IO_eff), eq. of paper 5.14."""
+        return (self.c + self.io) / max(self.c, self.io_eff_ms)
+
+    @property
+    def law_error(self) -> float:
+        return self.law / self.net("delay") - 1
+
+    def recursion(self, window: str) -> float:
+        return self.predicted_ms["none"] / self.predicted_ms[window]
+
+    def recursion_error(self, window: str) -> float:
+        return self.recursion(window) / self.net(window) - 1
+
+    @property
+    def is_balanced(self) -> bool:
+        """Every expert a miss, C and IO within 20 % of each other."""
+        return not self.hits and max(self.c, self.io) <= 1.2 * min(self.c, self.io)
+
+
+class Overlap(msgspec.Struct, frozen=True):
+    """overlap.json."""
+
+    machine: str
+    date: str
+    command: str
+    read_rate: float  # bytes a second, of the random model
+    record_bytes: int
+    n_layers: int
+    cells: Annotated[tuple[Cell, ...], msgspec.Meta(min_length=1)]
+
+    @property
+    def balanced(self) -> list[Cell]:
+        return [cell for cell in self.cells if cell.is_balanced]
+
+    @property
+    def worst_recursion(self) -> float:
+        """The largest error of the recursion, over cells and both windows."""
+        errors = (cell.recursion_error(w) for cell in self.cells for w in ("layer", "delay"))
+        return max(errors, key=abs)
+
+    @property
+    def worst_law(self) -> float:
+        return max((cell.law_error for cell in self.cells), key=abs)
+
+
+# ---- what is decoded ----
+
+
+@dataclass(frozen=True)
+class Case:
+    """A stream of fixed tokens, of which each cell decodes as many."""
+
+    routing: str
+    tokens: tuple[int, ...]
+    threads: int
+    chosen: int
+
+
+def uniform_tokens(n_tokens: int, n: int) -> tuple[int, ...]:
+    return tuple(random.Random(1).choices(range(n_tokens), k=n))
+
+
+def local_tokens(n_tokens: int, n: int) -> tuple[int, ...]:
+    """Zipf-like, with temporal locality: every other token is one of the last four again."""
+    generator, tokens = random.Random(2), list[int]()
+    weights = [1 / rank for rank in range(1, n_tokens + 1)]
+    while len(tokens) < n:
+        if tokens and generator.random() < 0.5:
+            tokens.append(generator.choice(tokens[-4:]))
+        else:
+            tokens += generator.choices(range(n_tokens), weights)
+    return tuple(tokens)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A case, decoded once. choices: the greedy ones. crc: of all logits."""
+
+    seconds: float
+    choices: tuple[int, ...]
+    crc: int
+
+
+def _open_context(model: Model, case: Case, *, keep_values: bool = False) -> Context:
+    n_blocks = -(-len(case.tokens) // BLOCK)
+    context = Context(
+        model,
+        threads=case.threads,
+        max_rows=1,
+        max_sequences=1,
+        max_context=len(case.tokens),
+        n_kv_blocks=n_blocks,
+        keep_values=keep_values,
+    )
+    context.bind(0, range(n_blocks))
+    return context
+
+
+def _decode(context: Context, case: Case, after: Callable[[], None] | None = None) -> Pass:
+    """after: called behind every step."""
+    choices, crc, pick = [], 0, Pick(0, temperature=0.0)
+    start = time.perf_counter()
+    for position, token in enumerate(case.tokens):
+        step(context, [Row(0, token, position, const.CFLOW_ROW_LOGITS, n_experts=case.chosen)])
+        choices.append(context.sample([pick])[0].token)
+        crc = crc32c(context.logits(0), crc)
+        if after:
+            after()
+    return Pass(time.perf_counter() - start, tuple(choices), crc)
+
+
+def story(model: Model, n: int) -> tuple[int, ...]:
+    """What the model itself tells, greedily, after the end of another story."""
+    case = Case("story", (0,) * n, 1, 0)
+    pick = Pick(0, temperature=0.0)
+    tokens = [int(model.metadata["eos_ids"][0])]
+    with closing(_open_context(model, case)) as context:
+        for position in range(n - 1):
+            step(context, [Row(0, tokens[-1], position, const.CFLOW_ROW_LOGITS)])
+            tokens.append(context.sample([pick])[0].token)
+    return tuple(tokens)
+
+
+# ---- one file ----
+
+
+class _File:
+    """A model with all experts resident, and its records."""
+
+    def __init__(self, path: Path, threads: int) -> None:
+        self.path = path
+        self.model = Model(str(path), threads=threads)
+        self.bank = ExpertBank.of(self.model)
+        self.layers = self.model.layers
+        self.ops = self.model.ops
+        self.first = [0]  # record of each layer's expert 0
+        for layer in self.layers:
+            self.first.append(self.first[-1] + layer.n_experts)
+        self.places = [
+            (index, expert)
+            for index, tensor in enumerate(self.model.tensors)
+            if tensor.role == const.Role.EXPERT_DOWN
+            for expert in range(self.layers[tensor.block].n_experts)
+        ]  # of each record: a tensor in it, which expert
+
+    @property
+    def least_slots(self) -> int:
+        """What all experts of a delay's window take, and one read: fewer would shorten it."""
+        window = max(layer.expert_delay for layer in self.layers) + 1
+        return window * max(layer.top_k for layer in self.layers) + 1
+
+    def trace(self, case: Case) -> Trace:
+        tokens: Trace = []
+
+        def note() -> None:
+            values = [context.value(f"L{i}.routed", 0) for i in range(len(self.layers))]
+            tokens.append(
+                [
+                    [first + expert for expert in sorted(ids[ids >= 0].astype(int).tolist())]
+                    for first, ids in zip(self.first[:-1], values, strict=True)
+                ]
+            )
+
+        with closing(_open_context(self.model, case, keep_values=True)) as context:
+            _decode(context, case, note)
+        return tokens
+
+    def stage_seconds(self, context: Context, case: Case) -> list[float]:
+        """Of each stage, then of the head with what lies between tokens; means over the tokens."""
+        n_stages = self.model.plan.n_stages
+        with _Watch(context) as watch:
+            _decode(context, case)
+        began = watch.began(len(case.tokens) * (n_stages + 2))
+        each = np.diff(began).reshape(len(case.tokens), n_stages + 2).mean(axis=0)
+        return [*each[:n_stages].tolist(), float(each[n_stages:].sum())]
+
+    def read(self, model: Model, record: int) -> None:
+        """Through model's expert cache; nothing else is done with it."""
+        index, expert = self.places[record]
+        model.rows(index, expert, 0, 0)
+
+    def shuffled(self) -> list[int]:
+        return random.Random(3).sample(range(len(self.places)), len(self.places))
+
+    def held_rate(self) -> float:
+        """Bytes a second of one reader that nobody bounds, less a little."""
+        cache = 2 * self.bank.record_bytes
+        with closing(Model(str(self.path), experts={"cache": cache, "threads": 1})) as model:
+            start = time.perf_counter()
+            for record in self.shuffled():
+                self.read(model, record)
+            seconds = time.perf_counter() - start
+        return RATE_PART * self.bank.record_bytes * len(self.places) / seconds
+
+    def close(self) -> None:
+        self.model.close()
+
+
+class _Watch(threading.Thread):
+    """Notes when a context's stages begin, from beside it."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__()
+        self._context = context
+        self._over = threading.Event()
+        self._looks: list[tuple[int, float]] = []
+
+    def _look(self) -> None:
+        self._looks.append((self._context.stage_count, time.perf_counter()))
+
+    def run(self) -> None:
+        while not self._over.wait(2e-5):
+            self._look()
+
+    def __enter__(self) -> _Watch:
+        self._look()
+        self.start()
+        self._began_s = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self.join()
+        self._look()
+
+    def began(self, n: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """When each of n stages was first seen, and the end: (n + 1,) seconds."""
+        counts, times = (np.array(column) for column in zip(*self._looks, strict=True))
+        if counts[-1] - counts[0] != n:
+            raise LabError(f"{counts[-1] - counts[0]} stages ran, the plan has {n}")
+        first = np.searchsorted(counts, counts[0] + 2 + np.arange(n - 1))
+        return np.concatenate([[self._began_s], times[first], times[-1:]])
+
+
+class _Tiers:
+    """The same file with an expert cache, once for each window; one reader, at a bounded rate."""
+
+    def __init__(self, file: _File, slots: int, rate: float, threads: int) -> None:
+        self._file = file
+        self._rate = rate
+        self._open = ExitStack()
+        self.models = {window: self._model(window, slots, threads) for window in WINDOWS}
+        self.slots = self.stats("delay").n_slots
+        self.wake_s, self.cpu_s = self._read_cost()
+
+    def _model(self, window: str, slots: int, threads: int) -> Model:
+        model = Model(
+            str(self._file.path),
+            threads=threads,
+            experts={
+                "cache": slots * self._file.bank.record_bytes,
+                "threads": 1,
+                "bytes_per_s": self._rate,
+                "speculate": False,
+                "window": window,
+            },
+        )
+        return self._open.enter_context(closing(model))
+
+    def stats(self, window: str) -> TierStats:
+        tier = self.models[window].tier
+        if tier is None or not tier.direct_io:
+            raise LabError(f"{self._file.path}: this disk has no direct reads; take another folder")
+        return tier
+
+    @property
+    def interval_s(self) -> float:
+        return self._file.bank.record_bytes / self._rate
+
+    def read_all(self, trace: Trace) -> tuple[float, float]:
+        """Seconds of the reads alone, and of the mean read."""
+        before, start = self.stats("none"), time.perf_counter()
+        for token in trace:
+            for layer in token:
+                for record in layer:
+                    self._file.read(self.models["none"], record)
+        seconds = time.perf_counter() - start
+        return seconds, _mean_read_s(before, self.stats("none"))
+
+    def _read_cost(self) -> tuple[float, float]:
+        """What a read costs beyond itself: seconds until its asker runs on, and of the reader's CPU."""
+        times, cpu, before = [], _others_cpu(), self.stats("none")
+        for record in self._file.shuffled()[:READS]:
+            time.sleep(2 * self.interval_s)  # a bounded reader starts at once
+            start = time.perf_counter()
+            self._file.read(self.models["none"], record)
+            times.append(time.perf_counter() - start)
+        wake_s = statistics.fmean(times) - _mean_read_s(before, self.stats("none"))
+        return max(wake_s, 0.0), (_others_cpu() - cpu) / len(times)
+
+    def close(self) -> None:
+        self._open.close()
+
+
+def _mean_read_s(before: TierStats, after: TierStats) -> float:
+    return (after.read_ns - before.read_ns) / 1e9 / max(after.reads - before.reads, 1)
+
+
+def _others_cpu() -> float:
+    """CPU seconds of all threads but this one."""
+    both = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_THREAD))
+    whole, own = (usage.ru_utime + usage.ru_stime for usage in both)
+    return whole - own
+
+
+# ---- a cell ----
+
+
+@dataclass
+class _Cell:
+    """Measures one case."""
+
+    file: _File
+    tiers: _Tiers
+    case: Case
+
+    def measure(self, rounds: int, report: Callable[[int], None]) -> Cell:
+        case, tiers = self.case, self.tiers
+        trace = self.file.trace(case)
+        found: dict[str, list[float]] = {arm: [] for arm in ("compute", "io", *WINDOWS)}
+        reads_s = []
+        with ExitStack() as opened:
+            contexts = {
+                arm: opened.enter_context(closing(_open_context(model, case)))
+                for arm, model in {"compute": self.file.model, **tiers.models}.items()
+            }
+            want = _decode(contexts["compute"], case)
+            stages = self.file.stage_seconds(contexts["compute"], case)
+            for window in WINDOWS:
+                self._same(window, _decode(contexts[window], case), want)
+            before = tiers.stats("delay")
+            for done in range(rounds):
+                report(done)
+                io_s, read_s = tiers.read_all(trace)
+                found["io"].append(io_s)
+                reads_s.append(read_s)
+                for arm, context in contexts.items():
+                    one = _decode(context, case)
+                    self._same(arm, one, want)
+                    found[arm].append(one.seconds)
+            after = tiers.stats("delay")
+        report(rounds)
+        n = len(case.tokens)
+        ms = {f"{arm}_ms": tuple(1e3 * s / n for s in seconds) for arm, seconds in found.items()}
+        used = replace(
+            after, reads=after.reads - before.reads, read_ns=after.read_ns - before.read_ns
+        )
+        disk = Disk(
+            tiers.interval_s,
+            statistics.median(reads_s),
+            tiers.wake_s,
+            tiers.cpu_s / case.threads if case.threads >= machine.cores().threads else 0.0,
+        )
+        compute_s = statistics.median(found["compute"]) / n
+        return Cell(
+            routing=case.routing,
+            threads=case.threads,
+            experts=case.chosen,
+            slots=tiers.slots,
+            records=self.file.bank.n_records,
+            misses=used.reads / (n * rounds),
+            hits=(after.hits - before.hits) / (n * rounds),
+            io_eff_ms=1e3 * max(used.read_ns / 1e9, used.reads * tiers.interval_s) / (n * rounds),
+            read_ms=1e3 * disk.read_s,
+            wake_ms=1e3 * disk.wake_s,
+            stolen_ms=1e3 * disk.stolen_s,
+            predicted_ms=self._predict(stages, compute_s, trace, disk),
+            **ms,
+        )
+
+    def _same(self, arm: str, one: Pass, want: Pass) -> None:
+        if one.choices != want.choices or one.crc != want.crc:
+            raise LabError(
+                f"{self.case.routing}: the arm `{arm}` gives other tokens than memory does"
+            )
+
+    def _predict(
+        self, stages: Sequence[float], compute_s: float, trace: Trace, disk: Disk
+    ) -> dict[str, float]:
+        """The watched stages, as long together as a token that nobody watches."""
+        scale = compute_s / sum(stages)
+        *each, rest = (scale * seconds for seconds in stages)
+        top_k = max(layer.top_k for layer in self.file.layers)
+        whole = plan_step(self.file.ops, each, rest, top_k, self.case.chosen)
+        return {w: 1e3 * self._run(whole, disk, w, trace) / len(trace) for w in WINDOWS}
+
+    def _run(self, whole: Step, disk: Disk, window: str, trace: Trace) -> float:
+        """The second time: as here, the first has filled the cache."""
+        plan = Schedule(whole, disk, self.tiers.slots, window)
+        plan.seconds(trace)
+        return plan.seconds(trace)
+
+
+# ---- all cells ----
+
+
+def measure(
+    folder: Path,
+    here: str,
+    *,
+    sizes: Sizes | None = None,
+    read_rate: float | None = None,
+    report: Report = silent,
+) -> Overlap:
+    """Makes its files in folder, some 2 GB, and removes them. here: names the machine. read_rate:
+    bytes a second; None: what the disk holds. LabError: arms differ, or the disk cannot be used."""
+    sizes = sizes or Sizes()
+    with tempfile.TemporaryDirectory(dir=folder, prefix="overlap-") as scratch:
+        bench = _Bench(Path(scratch), sizes, read_rate, report)
+        cells = [*bench.random_cells(), *bench.trained_cells()]
+    return Overlap(
+        machine=here,
+        date=date.today().isoformat(),
+        command="cflow lab overlap",
+        read_rate=bench.rates["random"],
+        record_bytes=bench.record_bytes,
+        n_layers=sizes.n_layers,
+        cells=tuple(cells),
+    )
+
+
+class _Bench:
+    def __init__(self, folder: Path, sizes: Sizes, rate: float | None, report: Report) -> None:
+        self._folder = folder
+        self._sizes = sizes
+        self._rate = rate
+        self._report = report
+        self.rates: dict[str, float] = {}
+        self.record_bytes = 0
+
+    def random_cells(self) -> list[Cell]:
+        sizes, path = self._sizes, self._folder / "random.cflow"
+        shape = self._folder / "random.toml"
+        shape.write_text(
+            shape_text(
+                "arch2_4_combined",
+                sizes.random.d_model,
+                sizes.n_layers,
+                d_ff=sizes.random.d_ff,
+                n_experts=sizes.n_experts,
+                top_k=sizes.top_k,
+                d_expert=sizes.random.d_expert,
+            )
+        )
+        synth(str(shape), path, progress=partial(self._report, "synth"))
+        with closing(self._file("random", path)) as file:
+            self.record_bytes = file.bank.record_bytes
+            n_tokens = file.model.header.n_tokens
+            uniform = Case("uniform", uniform_tokens(n_tokens, sizes.tokens), 1, sizes.top_k)
+            cases = [
+                replace(uniform, threads=threads, chosen=chosen)
+                for threads in sizes.thread_counts
+                for chosen in self._chosen(file, replace(uniform, threads=threads))
+            ]
+            cells = self._cells(file, file.least_slots, cases)
+            tokens = local_tokens(n_tokens, 2 * sizes.tokens)
+            most = max(case.chosen for case in cases if case.threads == cases[0].threads)
+            local = Case("Zipf-like", tokens, cases[0].threads, most)
+            for share in (4, 2):
+                cells += self._cells(file, file.bank.n_records // share, [local])
+        path.unlink()
+        return cells
+
+    def _chosen(self, file: _File, case: Case) -> list[int]:
+        """How many experts make the reads last about as long as compute, and all. At least two, so that
+        no record of a token is still there for the next."""
+        with closing(_open_context(file.model, case)) as context:
+            _decode(context, case)
+            compute_s = _decode(context, case).seconds / len(case.tokens)
+        interval_s = self.record_bytes / self.rates["random"]
+        best = compute_s / self._sizes.n_layers / interval_s
+        near = (min(max(n, 2), case.chosen) for n in (math.floor(best), math.ceil(best)))
+        return sorted({*near, case.chosen})
+
+    def trained_cells(self) -> list[Cell]:
+        sizes, path = self._sizes, self._folder / "trained.cflow"
+        self._report("widen", 0, 1)
+        widen(BUNDLED_FILE, path, sizes.trained.d_ff, sizes.trained.d_expert)
+        self._report("widen", 1, 1)
+        with closing(self._file("trained", path)) as file:
+            tokens = story(file.model, 4 * sizes.tokens)
+            case = Case("real", tokens, sizes.thread_counts[0], file.layers[0].top_k)
+            n = file.bank.n_records
+            cells = [
+                c for slots in (file.least_slots, n // 2) for c in self._cells(file, slots, [case])
+            ]
+        path.unlink()
+        return cells
+
+    def _file(self, name: str, path: Path) -> _File:
+        file = _File(path, self._sizes.thread_counts[-1])
+        self.rates[name] = self._rate or file.held_rate()
+        return file
+
+    def _cells(self, file: _File, slots: int, cases: Sequence[Case]) -> list[Cell]:
+        rate = self.rates[file.path.stem]
+        with closing(_Tiers(file, slots, rate, self._sizes.thread_counts[-1])) as tiers:
+            return [self._cell(file, tiers, case) for case in cases]
+
+    def _cell(self, file: _File, tiers: _Tiers, case: Case) -> Cell:
+        rounds, name = self._sizes.rounds, _name(case)
+        return _Cell(file, tiers, case).measure(
+            rounds, lambda done: self._report(name, done, rounds)
+        )
+
+
+def _name(case: Case) -> str:
+    return f"{case.routing}, {case.threads} threads, {case.chosen} experts"

@@ -1,0 +1,247 @@
+"""The schedule of a token whose experts come from disk, worked out from its plan without running it.
+
+Stages come in order, each as long as its ops take; experts are asked for when the plan says so, one
+disk reads them one after the other, and a stage with experts runs in waves, as native/src/waves.c and
+tier.h have it. What goes in was measured apart: seconds of ops and of a read. Nothing is fitted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from cflow.engine.lab.errors import LabError
+from cflow.engine.native_types import OpInfo
+
+CREDIT_S = 1e-3  # how far a bounded reader may catch up (native/src/tier.c)
+WINDOWS = ("none", "layer", "delay")
+
+Trace = list[list[list[int]]]  # token, layer: the records it wants, in the order of asking
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Ops between two barriers. seconds: of all but experts. routed: layers that choose theirs here,
+    landed: layers whose chosen experts land in a layer that routes here; starts, ends: layers whose
+    experts begin (gate and up) and end (down) here."""
+
+    seconds: float
+    routed: tuple[int, ...] = ()
+    landed: tuple[int, ...] = ()
+    starts: tuple[int, ...] = ()
+    ends: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Step:
+    """A token's stages, and what one expert takes."""
+
+    stages: tuple[Stage, ...]
+    gated_s: float
+    down_s: float
+    rest_s: float  # the head, and what lies between tokens
+
+    @property
+    def seconds(self) -> float:
+        """With all experts resident, for one expert a layer."""
+        each = len([1 for stage in self.stages for _ in stage.starts])
+        fixed = sum(stage.seconds for stage in self.stages)
+        return fixed + each * (self.gated_s + self.down_s) + self.rest_s
+
+
+@dataclass(frozen=True)
+class Disk:
+    """interval_s: at least, between the beginnings of two reads. read_s: of a record. wake_s: to wake
+    the reader and whoever waits for it. stolen_s: what a read takes from compute where all cores are
+    busy."""
+
+    interval_s: float
+    read_s: float
+    wake_s: float = 0.0
+    stolen_s: float = 0.0
+
+
+def plan_step(
+    ops: Sequence[OpInfo], seconds: Sequence[float], rest_s: float, top_k: int, chosen: int
+) -> Step:
+    """seconds: of each stage, measured with `chosen` of top_k experts a layer, all resident. The ops
+    of a stage share its time by the bytes they read, those of experts as far as they are chosen."""
+    weights = [op.bytes * (chosen / top_k if _is_expert(op) else 1) for op in ops]
+    total = [0.0] * len(seconds)
+    experts: dict[str, list[float]] = {"expert_gate_up": [], "expert_down": []}
+    fixed = list(seconds)
+    for op, weight in zip(ops, weights, strict=True):
+        total[op.stage] += weight
+    for op, weight in zip(ops, weights, strict=True):
+        if _is_expert(op):
+            taken = seconds[op.stage] * weight / total[op.stage]
+            fixed[op.stage] -= taken
+            experts[_kind(op)].append(taken / chosen)
+    at = {kind: _stages_of(ops, kind) for kind in ("select", "expert_gate_up", "expert_down")}
+    combines = {op.stage: op.layer - 1 for op in ops if _kind(op) in ("x_in", "x_out")}
+    lands = {layer: combines[stage + 1] for layer, stage in at["expert_down"].items()}
+
+    def layers(kind: str, stage: int) -> tuple[int, ...]:
+        return tuple(sorted(layer for layer, where in at[kind].items() if where == stage))
+
+    stages = []
+    for stage in range(len(seconds)):
+        routed = layers("select", stage)
+        landed = tuple(sorted(layer for layer, to in lands.items() if to in routed))
+        starts, ends = layers("expert_gate_up", stage), layers("expert_down", stage)
+        stages.append(Stage(max(fixed[stage], 0.0), routed, landed, starts, ends))
+    each = {kind: sum(taken) / len(taken) for kind, taken in experts.items()}
+    return Step(tuple(stages), each["expert_gate_up"], each["expert_down"], rest_s)
+
+
+def _kind(op: OpInfo) -> str:
+    return op.name.rpartition(".")[2]
+
+
+def _is_expert(op: OpInfo) -> bool:
+    return _kind(op) in ("expert_gate_up", "expert_down")
+
+
+def _stages_of(ops: Sequence[OpInfo], kind: str) -> dict[int, int]:
+    """The stage of each layer's op of that kind."""
+    return {op.layer: op.stage for op in ops if _kind(op) == kind}
+
+
+@dataclass
+class Cache:
+    """The expert cache in time: one reader, the least recently used record gives way."""
+
+    disk: Disk
+    n_slots: int
+    now: float = 0.0
+    n_reads: int = 0
+    _paced: float = 0.0  # no read begins before
+    _queue: list[int] = field(default_factory=list)
+    _loading: tuple[int, float] | None = None  # record, when it will be there
+    _used: dict[int, None] = field(default_factory=dict)  # resident, the least recently used first
+    _needed: set[int] = field(default_factory=set)  # demanded or pinned: these stay
+
+    def demand(self, records: Iterable[int]) -> None:
+        for record in records:
+            self._needed.add(record)
+            if record in self._used:
+                self._touch(record)
+            elif record not in self._queue and (
+                self._loading is None or self._loading[0] != record
+            ):
+                self._queue.append(record)
+
+    def is_demanded(self, record: int) -> bool:
+        return record in self._needed
+
+    def resident(self, records: Iterable[int]) -> list[int]:
+        return [record for record in records if record in self._used]
+
+    def release(self, records: Iterable[int]) -> None:
+        for record in records:
+            self._needed.discard(record)
+            self._touch(record)
+
+    def advance(self, until: float) -> None:
+        while (event := self._next_event()) <= until:
+            self._run_event(event, ())
+        self.now = until
+
+    def wait(self, records: Sequence[int]) -> None:
+        """Until one of them is resident."""
+        slept = False
+        while not self.resident(records):
+            event = self._next_event()
+            if event == math.inf:
+                raise LabError(f"{self.n_slots} slots are too few for what a stage needs")
+            self._run_event(event, records)
+            slept = True
+        if slept:
+            self.advance(self.now + self.disk.wake_s)
+
+    def _touch(self, record: int) -> None:
+        del self._used[record]
+        self._used[record] = None
+
+    def _victim(self) -> int | None:
+        return next((record for record in self._used if record not in self._needed), None)
+
+    def _next_event(self) -> float:
+        """When the read under way ends or the next can begin; inf: neither."""
+        if self._loading is not None:
+            return self._loading[1]
+        has_room = len(self._used) < self.n_slots or self._victim() is not None
+        return max(self.now, self._paced) if self._queue and has_room else math.inf
+
+    def _run_event(self, when: float, waited: Sequence[int]) -> None:
+        self.now = max(self.now, when)
+        if self._loading is not None:
+            self._used[self._loading[0]] = None
+            self._loading = None
+            return
+        record = next((r for r in self._queue if r in waited), self._queue[0])
+        self._queue.remove(record)
+        if len(self._used) >= self.n_slots and (victim := self._victim()) is not None:
+            del self._used[victim]
+        self._loading = record, self.now + self.disk.read_s
+        self._paced = max(self._paced, self.now - CREDIT_S) + self.disk.interval_s
+        self.n_reads += 1
+
+
+class Schedule:
+    """Runs tokens through a plan. window: when experts are asked for (ExpertOptions)."""
+
+    def __init__(self, step: Step, disk: Disk, n_slots: int, window: str) -> None:
+        self._step = step
+        self._window = window
+        self.cache = Cache(disk, n_slots)
+
+    def seconds(self, trace: Trace) -> float:
+        """How long the tokens take, one after the other."""
+        begin = self.cache.now
+        for token in trace:
+            self._run(token)
+        return self.cache.now - begin
+
+    def _run(self, wanted: Sequence[Sequence[int]]) -> None:
+        step, cache = self._step, self.cache
+        ending: list[int] = []  # in their down projection
+        for stage in step.stages:
+            waiting = [record for layer in stage.starts for record in wanted[layer]]
+            cache.demand(record for record in waiting if not cache.is_demanded(record))
+            if self._window == "none":
+                for record in waiting:
+                    cache.wait([record])
+            ready, waiting = self._ready(waiting)
+            asked = {"none": (), "layer": stage.landed, "delay": stage.routed}[self._window]
+            for layer in asked:
+                cache.demand(wanted[layer])
+            self._compute(stage.seconds + len(ready) * step.gated_s + len(ending) * step.down_s)
+            cache.release(ending)
+            ending = ready
+            while waiting:
+                ready, waiting = self._ready(waiting)
+                if not ready and not ending:
+                    cache.wait(waiting)
+                    continue
+                self._compute(len(ready) * step.gated_s + len(ending) * step.down_s)
+                cache.release(ending)
+                ending = ready
+        self._compute(step.rest_s)
+
+    def _ready(self, waiting: list[int]) -> tuple[list[int], list[int]]:
+        ready = self.cache.resident(waiting)
+        return ready, [record for record in waiting if record not in ready]
+
+    def _compute(self, seconds: float) -> None:
+        """Reads that begin meanwhile take their part of the cores."""
+        cache = self.cache
+        end, before = cache.now + seconds, cache.n_reads
+        while True:
+            cache.advance(end)
+            late = cache.n_reads - before
+            if not late or not cache.disk.stolen_s:
+                return
+            before = cache.n_reads
+            end += late * cache.disk.stolen_s
