@@ -47,7 +47,7 @@ def test_arms_of_one_seed_start_alike() -> None:
         return build(arm, pipelines.SHAPE).state_dict()
 
     want = start(ARMS["sequential"])
-    for name in ("parallel", "arch1", "arch2_4_combined", "arch2_4_sync", "arch4_async_experts"):
+    for name in ARMS.keys() - {"arch5"}:  # it has fewer blocks
         got = start(ARMS[name])
         assert all(torch.equal(got[key], value) for key, value in want.items()), name
 
