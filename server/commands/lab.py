@@ -84,11 +84,12 @@ def bundle(
 @app.command()
 def claims(
     retrain: Annotated[
-        bool, typer.Option("--retrain", help="Train every arm and seed anew first: hours.")
+        bool,
+        typer.Option("--retrain", help="Train first what build/train has no result of: hours."),
     ] = False,
     big: Annotated[
         Path | None,
-        typer.Option(help="Measure the 17 GB models anew: a folder for them with 36 GB free."),
+        typer.Option(help="Measure the 17 GB models anew: a folder for them with 18 GB free."),
     ] = None,
 ) -> None:
     """Measure what the design claims and write docs/claims.md, from the root of a checkout."""
