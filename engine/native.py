@@ -28,6 +28,7 @@ from cflow.engine.native_types import (
     Choice,
     Header,
     Layer,
+    LayerRecords,
     Memory,
     OpInfo,
     Pick,
@@ -49,6 +50,7 @@ __all__ = [
     "ExpertOptions",
     "Header",
     "Layer",
+    "LayerRecords",
     "Memory",
     "Model",
     "NativeError",
@@ -184,6 +186,8 @@ def _expert_options(options: ExpertOptions) -> dict[str, Any]:
 class Model:
     """An open model file. header_only: without weights, for inspection and plans. defer_experts: so
     many of a token's experts, those with the least weight, join the stream a layer later.
+    weights_memory: bytes of RAM for the matrices of layers, the others are read in every step, as
+    `experts` says but for its cache; 0: all are resident.
     """
 
     def __init__(
@@ -195,6 +199,7 @@ class Model:
         as_f32: bool = False,
         experts: ExpertOptions | None = None,
         defer_experts: int = 0,
+        weights_memory: int = 0,
         progress: Progress | None = None,
     ) -> None:
         self.path = path
@@ -208,6 +213,7 @@ class Model:
                 "header_only": header_only,
                 "as_f32": as_f32,
                 "defer_experts": defer_experts,
+                "weights_memory": weights_memory,
                 "progress": state,
                 **_expert_options(experts or {"cache": 0}),
             },
@@ -308,6 +314,20 @@ class Model:
         """The expert cache and its counters so far; None where all experts are resident."""
         stats = ffi.new("cflow_tier_stats *")
         lib.cflow_model_tier(self._handle, stats)
+        return _record(TierStats, stats) if stats.n_slots else None
+
+    @property
+    def layer_records(self) -> LayerRecords | None:
+        """Layer weights of which some stay on disk; None without weights_memory."""
+        records = ffi.new("cflow_layer_records *")
+        lib.cflow_model_layer_records(self._handle, records)
+        return _record(LayerRecords, records) if records.n_records else None
+
+    @property
+    def layer_tier(self) -> TierStats | None:
+        """Counters of their reads so far; None where all layers are resident."""
+        stats = ffi.new("cflow_tier_stats *")
+        lib.cflow_model_layer_tier(self._handle, stats)
         return _record(TierStats, stats) if stats.n_slots else None
 
     @property

@@ -158,6 +158,19 @@ class TierStats:
     ghost_hits_4x: int
 
 
+@dataclass(frozen=True, slots=True)
+class LayerRecords:
+    """cflow_layer_records."""
+
+    n_records: int
+    n_slots: int
+    n_least: int
+    n_kept: int
+    slot_bytes: int
+    bytes: int
+    step_bytes: int
+
+
 class TokenBytes:
     """The token-bytes table: what each token id spells, and which are special (never shown)."""
 

@@ -11,11 +11,11 @@
  * tokens from the logits that step kept.
  *
  * Rules. A call that can fail returns cflow_status, with its text in *err (the caller owns it, NULL
- * is allowed). What comes through ** is closed by whoever got it; close(NULL) is a no-op. Pointers
- * given by accessors live as long as their handle. A model is immutable and may be read from any
- * thread; a context belongs to one caller at a time, except cflow_ctx_cancel and
- * cflow_ctx_stage_count. No globals, no environment, no output, no exit. All memory is taken when a
- * handle is opened.
+ * is allowed). What comes through ** is closed by whoever got it, contexts before their model;
+ * close(NULL) is a no-op. Pointers given by accessors live as long as their handle. A model is
+ * immutable and may be read from any thread; a context belongs to one caller at a time, except
+ * cflow_ctx_cancel and cflow_ctx_stage_count. No globals, no environment, no output, no exit. All
+ * memory is taken when a handle is opened.
  *
  * The structs marked "file" are the on-disk records (little-endian, natural alignment, no padding
  * holes); docs/format.md draws the whole file. Everything between the cffi marks is also the cdef.
@@ -251,7 +251,7 @@ typedef struct {
     int32_t as_f32;        /* 1: weights are held dequantised to f32 (the debugging precision) */
     int32_t expert_io;     /* cflow_io: past the page cache where the file system allows, or not */
     uint64_t expert_cache; /* bytes of RAM for expert records, the others stay in the file; 0: all
-                              are resident, and the other expert_ fields mean nothing */
+                              are resident */
     int32_t expert_threads; /* reads in flight at most, 1 to 64 */
     int32_t speculate; /* 1: where experts have no delay, what the next layer's router makes of the
                           hidden state of this one is read ahead */
@@ -261,13 +261,18 @@ typedef struct {
     int32_t expert_window;   /* cflow_window */
     double expert_timeout_s; /* above 0: a read without an answer for so long has failed */
     double expert_bytes_per_s; /* bound on what is read in a second; 0: none */
+    uint64_t weights_memory;   /* bytes of RAM for the matrices of layers, the others stay in the
+                                  file and are read in every step; 0: all are resident. How: as
+                                  experts, by expert_io, _threads, _timeout_s and _bytes_per_s, each
+                                  for these reads alone */
     cflow_progress *progress;  /* NULL allowed */
 } cflow_model_options;
 
 /* Opens and checks a file, reads its weights by direct I/O where the file system allows it. Errors:
  * EFORMAT names the part and the numbers, EIO, ENOMEM says how many bytes, ECANCELLED; EINVAL with
  * the numbers for an expert cache below a record per read in flight and one more, for a model
- * without experts, or as_f32; for a defer_experts not below every layer's top_k. */
+ * without experts, or as_f32; for a weights_memory below cflow_layer_records.n_least, or as_f32;
+ * for a defer_experts not below every layer's top_k. */
 cflow_status cflow_model_open(cflow_model **out, const cflow_model_options *options,
                               cflow_error *err);
 void cflow_model_close(cflow_model *model);
@@ -327,6 +332,25 @@ typedef struct {
 
 /* All zero without an expert cache. Any thread, any time. */
 void cflow_model_tier(const cflow_model *model, cflow_tier_stats *out);
+
+/* With weights_memory: the resident bank's records. Each begins with a block's matrices and ends
+ * where the next one's begin, widened to whole MiB; embedding, head and vectors are apart from it.
+ */
+typedef struct {
+    uint32_t n_records;
+    uint32_t n_slots; /* how many fit */
+    uint32_t n_least; /* slots without which it cannot be: what a stage needs at once, and the reads
+                         in flight */
+    uint32_t n_kept;  /* records that stay */
+    uint64_t slot_bytes;
+    uint64_t bytes;      /* of all records */
+    uint64_t step_bytes; /* read in every step */
+} cflow_layer_records;
+
+/* All zero without weights_memory. */
+void cflow_model_layer_records(const cflow_model *model, cflow_layer_records *out);
+/* Counters of these records. All zero without weights_memory or weights. Any thread, any time. */
+void cflow_model_layer_tier(const cflow_model *model, cflow_tier_stats *out);
 /* How often each record was wanted, (n_records,), what cflow_model_warm brought included. */
 void cflow_model_expert_uses(const cflow_model *model, uint64_t *uses);
 /* Warm start: takes over (n_records,) uses of an earlier run and reads the most used records, as

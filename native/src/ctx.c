@@ -4,6 +4,7 @@
 
 #include <string.h>
 
+#include "ring.h"
 #include "sample.h"
 #include "status.h"
 
@@ -127,11 +128,12 @@ static size_t most_wanted(const cflow_model *m) {
 }
 
 static void lay_tier(cflow_ctx *ctx, layout *l) {
-    if (!ctx->model->tier) return;
+    const cflow_model *m = ctx->model;
     const size_t rows = (size_t)ctx->options.max_rows;
-    ctx->wanted = take(l, most_wanted(ctx->model), sizeof *ctx->wanted + 1);
+    if (m->tier || m->ring) ctx->faults = take(l, rows, sizeof *ctx->faults);
+    if (!m->tier) return;
+    ctx->wanted = take(l, most_wanted(m), sizeof *ctx->wanted + 1);
     ctx->usage = take(l, rows, sizeof *ctx->usage);
-    ctx->faults = take(l, rows, sizeof *ctx->faults);
 }
 
 static void lay_rest(cflow_ctx *ctx, layout *l) {
@@ -287,6 +289,10 @@ cflow_status cflow_ctx_open(cflow_ctx **out, const cflow_model *model,
     if (status != CFLOW_OK) return status;
     cflow_ctx *ctx = memory_zeroed(1, sizeof *ctx);
     if (!ctx) return fail(err, CFLOW_ENOMEM, "no memory for a context");
+    if (model->ring && atomic_exchange(&model->ring->is_taken, 1)) {
+        memory_free(ctx);
+        return fail(err, CFLOW_EINVAL, "a model opened with weights_memory has one context");
+    }
     ctx->model = model;
     ctx->options = *options;
     status = open_ctx(ctx, err);
@@ -300,6 +306,8 @@ cflow_status cflow_ctx_open(cflow_ctx **out, const cflow_model *model,
 
 void cflow_ctx_close(cflow_ctx *ctx) {
     if (!ctx) return;
+    ring_abandon(ctx);
+    if (ctx->model->ring) atomic_store(&ctx->model->ring->is_taken, 0);
     pool_close(ctx->pool);
     arena_close(&ctx->memory);
     memory_free(ctx);
@@ -330,7 +338,10 @@ void cflow_ctx_row_error(const cflow_ctx *ctx, int32_t row, cflow_error *out) {
     *out = (cflow_error){{0}};
     if (!ctx->faults || row < 0 || (uint32_t)row >= ctx->step.n_rows) return;
     const row_fault *fault = &ctx->faults[row];
-    if (fault->result)
+    if (fault->result && fault->record == NO_RECORD)
+        fail(out, record_status(fault->result), "layer %d: %s", fault->layer,
+             tier_result_text(fault->result));
+    else if (fault->result)
         fail(out, record_status(fault->result), "layer %d, expert %u: %s", fault->layer,
              ctx->model->records[fault->record].expert, tier_result_text(fault->result));
 }

@@ -51,7 +51,7 @@ typedef struct {
 
 typedef struct { /* why a row failed: its layer, the record, TIER_OK where it did not */
     int32_t layer;
-    uint32_t record;
+    uint32_t record; /* an expert's; NO_RECORD: the layer's own */
     tier_result result;
 } row_fault;
 
@@ -95,10 +95,10 @@ struct cflow_ctx {
     float *logits;      /* (max_sequences, vocab_ld) */
     float *score_logits; /* (SCORE_ROWS, vocab_ld) */
     size_t vocab_ld;
-    int32_t *logit_of_row; /* (max_rows,) row of logits, -1: none */
-    uint32_t *wanted; /* and the next two only where experts are on disk: what a wave waits for */
+    int32_t *logit_of_row;  /* (max_rows,) row of logits, -1: none */
+    uint32_t *wanted;       /* and the next only where experts are on disk: what a wave waits for */
     cflow_row_usage *usage; /* (max_rows,) */
-    row_fault *faults;      /* (max_rows,) */
+    row_fault *faults;      /* (max_rows,) where any weights are on disk */
     uint8_t *scratch;       /* (n_threads, scratch_bytes) */
     size_t scratch_bytes;
     share *shares; /* (n_threads,) */
@@ -190,7 +190,19 @@ int waves_wait(cflow_ctx *ctx, uint32_t phase);
 uint32_t waves_end(cflow_ctx *ctx, uint32_t phase);
 /* The step ends before `phase`: unpins and withdraws everything. */
 void waves_abandon(cflow_ctx *ctx, uint32_t phase);
+
+/* ring.c, by one thread between two phases, where the weights of layers are on disk. */
+
+/* Waits for what the phase reads and pins it. 0: cancelled, or all rows have failed. */
+int ring_begin(cflow_ctx *ctx, uint32_t phase);
+/* The phase is over: unpins what no later one reads, and has the next records read. */
+void ring_end(cflow_ctx *ctx, uint32_t phase);
+/* The step ended early: unpins and withdraws everything. */
+void ring_abandon(cflow_ctx *ctx);
+
 const matrix *head_matrix(const cflow_model *m);
+/* The score of a row that has none. */
+cflow_score no_score(void);
 /* Phases of this step's head, and one of them. */
 uint32_t head_phases(const cflow_ctx *ctx);
 span head_span(const cflow_ctx *ctx, uint32_t phase);

@@ -48,6 +48,13 @@ cflow_status file_open(file *f, const char *path, cflow_error *err) {
     return CFLOW_OK;
 }
 
+cflow_status file_share(file *out, const file *f, cflow_error *err) {
+    *out = (file){.fd = fcntl(f->fd, F_DUPFD_CLOEXEC, 0), .direct_fd = -1, .bytes = f->bytes};
+    if (out->fd < 0) return fail(err, CFLOW_EIO, "cannot open it again: %s", strerror(errno));
+    out->direct_fd = open_direct(out->fd);
+    return CFLOW_OK;
+}
+
 void file_close(file *f) {
     if (f->fd >= 0) close(f->fd);
     if (f->direct_fd >= 0) close(f->direct_fd);

@@ -19,6 +19,8 @@ typedef struct {
 
 /* EIO if it cannot be opened, EFORMAT if it is not a regular file. */
 cflow_status file_open(file *f, const char *path, cflow_error *err);
+/* The same file, as a handle of its own. EIO. */
+cflow_status file_share(file *out, const file *f, cflow_error *err);
 void file_close(file *f);
 /* Reads exactly n bytes. EIO with the system's reason, EFORMAT if the file ends before. */
 cflow_status file_read(const file *f, void *out, uint64_t offset, size_t n, cflow_error *err);

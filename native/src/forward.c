@@ -1,6 +1,7 @@
 /* The step: phases (ctx.h: the plan's stages with waves of experts between, then the head) whose
  * units the threads share by bytes. */
 #include "ctx.h"
+#include "ring.h"
 #include "status.h"
 
 /* ---- what a phase consists of ---- */
@@ -147,15 +148,18 @@ static totals find_work(cflow_ctx *ctx, uint32_t phase) {
 static void begin_phase(cflow_ctx *ctx, uint32_t phase) {
     step *s = &ctx->step;
     totals all = {0};
+    int goes_on = 1;
     for (; phase < s->n_phases; phase++) {
         s->cancelled = atomic_load(&ctx->cancelled);
-        if (s->cancelled) break;
+        goes_on = !s->cancelled && ring_begin(ctx, phase);
+        if (!goes_on) break;
         if (!waves_begin(ctx, phase)) continue;
         all = find_work(ctx, phase);
         if (all.units) break;
     }
-    if (s->cancelled) {
+    if (!goes_on) {
         waves_abandon(ctx, phase);
+        ring_abandon(ctx);
         phase = s->n_phases;
     }
     s->n_units = all.units;
@@ -231,8 +235,10 @@ static void run_step(void *arg, int thread) {
         /* The total is read while our units keep the phase open: later it may be the next one's. */
         const uint32_t n = e.units.end - e.units.first, total = s->n_units;
         visit_spans(ctx, phase, run_span_part, &e);
-        if (atomic_fetch_add(&s->units_done, n) + n == total)
+        if (atomic_fetch_add(&s->units_done, n) + n == total) {
+            ring_end(ctx, phase);
             begin_phase(ctx, waves_end(ctx, phase));
+        }
     }
 }
 
@@ -328,4 +334,5 @@ cflow_status cflow_ctx_step(cflow_ctx *ctx, const cflow_row *rows, int32_t n_row
 void cflow_ctx_cancel(cflow_ctx *ctx) {
     atomic_store(&ctx->cancelled, 1);
     if (ctx->model->tier) tier_interrupt(ctx->model->tier);
+    if (ctx->model->ring) tier_interrupt(ctx->model->ring->tier);
 }

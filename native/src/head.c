@@ -25,11 +25,15 @@ static void check_logits(cflow_ctx *ctx, uint32_t i) {
         *status = CFLOW_ENUMERIC;
 }
 
+cflow_score no_score(void) {
+    return (cflow_score){.token = -1, .rank = -1, .logprob = NAN};
+}
+
 static void score(cflow_ctx *ctx, uint32_t at, uint32_t i) {
     const step *s = &ctx->step;
     const int32_t row = s->score_rows[at + i];
     cflow_score *out = &s->scores[at + i];
-    *out = (cflow_score){.token = -1, .rank = -1, .logprob = NAN};
+    *out = no_score();
     if (s->row_status[row]) return;
     score_row(&ctx->k, ctx->score_logits + i * ctx->vocab_ld,
               (int32_t)ctx->model->header.vocab_size, s->rows[row].target, s->rows[row].n_top, out);

@@ -7,19 +7,28 @@
 #include "check.h"
 #include "kernels.h"
 #include "pool.h"
+#include "ring.h"
 #include "status.h"
 #include "tensors.h"
 #include "widen.h"
 
-enum { PIECE_BYTES = 8 * RUN_BYTES };
+enum { PIECE_BYTES = 8 * RUN_BYTES, MAX_PARTS = 3 };
+
+typedef struct {            /* of the resident bank, from a run's border on */
+    uint64_t offset, bytes; /* in the bank */
+    uint64_t n_pieces;
+    uint8_t *out;
+} part;
 
 typedef struct {
     const cflow_model *m;
     file *f;
     kernels k;
     cflow_progress *progress;
-    uint8_t *resident, *bank;
-    uint64_t n_pieces;         /* of the resident bank; then come the records */
+    part parts[MAX_PARTS]; /* the whole bank; or those of embedding, final norm and head */
+    int n_parts;
+    uint8_t *bank;
+    uint64_t n_pieces;         /* of the parts; then come the records */
     uint32_t n_records;        /* to read: all or none */
     atomic_uint_fast64_t next; /* piece or record nobody has taken yet */
     atomic_int failed;         /* the first thread to set it fills in the next two */
@@ -72,24 +81,30 @@ static void name_run(const loader *l, uint64_t run, char out[128]) {
     snprintf(out, 128, "resident bank, run %llu (%s)", (unsigned long long)run, name);
 }
 
-static void read_resident(loader *l, uint64_t piece) {
-    const cflow_section *s = bank_section(l, CFLOW_SECTION_RESIDENT);
+/* n bytes from a run's border of the bank on, up to a run's or the bank's end. */
+static void read_runs(loader *l, uint8_t *out, uint64_t at, uint64_t n) {
     const uint32_t *crcs = (const uint32_t *)(const void *)l->m->sections[CFLOW_SECTION_RUN_CRCS];
-    const uint64_t at = piece * PIECE_BYTES;
-    const uint64_t n = s->bytes - at < PIECE_BYTES ? s->bytes - at : PIECE_BYTES;
+    const uint64_t start = bank_section(l, CFLOW_SECTION_RESIDENT)->offset + at;
     cflow_error why;
     uint64_t run = at / RUN_BYTES;
-    cflow_status status =
-        read_piece(l, l->resident + at, s->offset + at, round_up(n, FILE_PAGE), n, &why);
+    cflow_status status = read_piece(l, out, start, round_up(n, FILE_PAGE), n, &why);
     for (uint64_t done = 0; done < n && !status; done += RUN_BYTES) {
         const uint64_t bytes = n - done < RUN_BYTES ? n - done : RUN_BYTES;
         run = (at + done) / RUN_BYTES;
-        status = check_crc(l->k.crc32c(0, l->resident + at + done, bytes), crcs[run], &why);
+        status = check_crc(l->k.crc32c(0, out + done, bytes), crcs[run], &why);
     }
     if (!status) return;
     char what[128];
     name_run(l, run, what);
     give_up(l, status, what, &why);
+}
+
+static void read_resident(loader *l, uint64_t piece) {
+    const part *p = l->parts;
+    for (; piece >= p->n_pieces; p++) piece -= p->n_pieces;
+    const uint64_t at = piece * PIECE_BYTES;
+    const uint64_t n = p->bytes - at < PIECE_BYTES ? p->bytes - at : PIECE_BYTES;
+    read_runs(l, p->out + at, p->offset + at, n);
 }
 
 static void read_record(loader *l, uint32_t index) {
@@ -127,17 +142,107 @@ static void read_banks(void *arg, int thread) {
 }
 
 static uint64_t total_bytes(const loader *l) {
-    uint64_t bytes = bank_section(l, CFLOW_SECTION_RESIDENT)->bytes;
+    uint64_t bytes = 0;
+    for (int i = 0; i < l->n_parts; i++) bytes += l->parts[i].bytes;
     for (uint32_t i = 0; i < l->n_records; i++) bytes += record_bytes(&l->m->records[i]);
     return bytes;
 }
 
+/* The part that holds a tensor of the resident bank, or NULL. */
+static const part *find_part(const loader *l, const cflow_tensor *t) {
+    for (int i = 0; i < l->n_parts; i++) {
+        const part *p = &l->parts[i];
+        if (t->offset >= p->offset && tensor_end(t) <= p->offset + p->bytes) return p;
+    }
+    return NULL;
+}
+
 static void place_stored(cflow_model *m, const loader *l) {
-    for (uint32_t i = 0; i < m->header.n_tensors; i++)
-        if (!tensor_is_expert(&m->tensors[i]))
-            tensor_matrix(m, &m->tensors[i])->data = l->resident + m->tensors[i].offset;
+    for (uint32_t i = 0; i < m->header.n_tensors; i++) {
+        const cflow_tensor *t = &m->tensors[i];
+        const part *p = tensor_is_expert(t) ? NULL : find_part(l, t);
+        if (p) tensor_matrix(m, t)->data = p->out + (t->offset - p->offset);
+    }
     for (uint32_t i = 0; i < l->n_records; i++) m->expert_data[i] = l->bank + m->records[i].offset;
     m->expert_bank = l->bank;
+}
+
+/* ---- what is left of the resident bank where layers come and go ---- */
+
+static int is_lone_vector(const loader *l, const cflow_tensor *t) {
+    return !t->stripe_rows && !find_part(l, t);
+}
+
+/* The runs that hold a vector. */
+static part vector_runs(const loader *l, const cflow_tensor *t) {
+    const uint64_t end = round_up(tensor_end(t), RUN_BYTES),
+                   offset = t->offset / RUN_BYTES * RUN_BYTES;
+    const uint64_t limit = bank_section(l, CFLOW_SECTION_RESIDENT)->bytes;
+    return (part){.offset = offset, .bytes = (end < limit ? end : limit) - offset};
+}
+
+/* Bytes of all vectors outside of the parts; *most: of the runs that one of them takes. */
+static uint64_t measure_vectors(const loader *l, uint64_t *most) {
+    uint64_t bytes = 0;
+    *most = 0;
+    for (uint32_t i = 0; i < l->m->header.n_tensors; i++) {
+        const cflow_tensor *t = &l->m->tensors[i];
+        if (!is_lone_vector(l, t)) continue;
+        const part runs = vector_runs(l, t);
+        bytes += arena_size(tensor_end(t) - t->offset);
+        if (*most < runs.bytes) *most = runs.bytes;
+    }
+    return bytes;
+}
+
+static cflow_status read_vectors(cflow_model *m, loader *l, uint64_t most, cflow_error *err) {
+    arena runs;
+    part last = {0};
+    const cflow_status status =
+        arena_open(&runs, round_up(most, FILE_PAGE), "checking vectors", err);
+    for (uint32_t i = 0; i < m->header.n_tensors && !status && !l->status; i++) {
+        const cflow_tensor *t = &m->tensors[i];
+        if (!is_lone_vector(l, t)) continue;
+        const part now = vector_runs(l, t);
+        if (now.offset != last.offset || now.bytes != last.bytes)
+            read_runs(l, runs.base, now.offset, now.bytes);
+        last = now;
+        const uint64_t bytes = tensor_end(t) - t->offset;
+        uint8_t *own = arena_take(&m->weights, bytes);
+        memcpy(own, runs.base + (t->offset - now.offset), bytes);
+        tensor_matrix(m, t)->data = own;
+    }
+    arena_close(&runs);
+    return status;
+}
+
+/* ---- all of it ---- */
+
+static void choose_parts(loader *l) {
+    const ring *r = l->m->ring;
+    const uint64_t all = bank_section(l, CFLOW_SECTION_RESIDENT)->bytes;
+    if (!r) l->parts[l->n_parts++] = (part){.bytes = all};
+    for (uint32_t i = 0; r && i < r->n_segments; i++) {
+        const segment *s = &r->segments[i];
+        if (s->record == NO_RECORD)
+            l->parts[l->n_parts++] = (part){.offset = s->start, .bytes = s->end - s->start};
+    }
+    for (int i = 0; i < l->n_parts; i++) {
+        l->parts[i].n_pieces = (l->parts[i].bytes + PIECE_BYTES - 1) / PIECE_BYTES;
+        l->n_pieces += l->parts[i].n_pieces;
+    }
+}
+
+static cflow_status take_memory(cflow_model *m, loader *l, uint64_t vectors, cflow_error *err) {
+    const uint64_t bank = l->n_records ? bank_section(l, CFLOW_SECTION_EXPERT_BANK)->bytes : 0;
+    uint64_t bytes = bank + vectors;
+    for (int i = 0; i < l->n_parts; i++) bytes += round_up(l->parts[i].bytes, FILE_PAGE);
+    const cflow_status status = arena_open(&m->weights, bytes, "the weights", err);
+    if (status != CFLOW_OK) return status;
+    for (int i = 0; i < l->n_parts; i++)
+        l->parts[i].out = arena_take(&m->weights, round_up(l->parts[i].bytes, FILE_PAGE));
+    l->bank = bank ? arena_take(&m->weights, bank) : NULL;
+    return CFLOW_OK;
 }
 
 /* The banks as they lie in the file, into m->weights. */
@@ -145,16 +250,16 @@ static cflow_status read_stored(cflow_model *m, file *f, const cflow_model_optio
                                 pool *threads, cflow_error *err) {
     loader l = {.m = m, .f = f, .progress = options->progress};
     l.n_records = options->expert_cache ? 0 : m->header.n_records;
-    const uint64_t resident = round_up(bank_section(&l, CFLOW_SECTION_RESIDENT)->bytes, FILE_PAGE);
-    const uint64_t bank = l.n_records ? bank_section(&l, CFLOW_SECTION_EXPERT_BANK)->bytes : 0;
     kernels_select(&l.k, NULL);
-    const cflow_status status = arena_open(&m->weights, resident + bank, "the weights", err);
+    choose_parts(&l);
+    uint64_t most;
+    const uint64_t vectors = measure_vectors(&l, &most);
+    cflow_status status = take_memory(m, &l, vectors, err);
     if (status != CFLOW_OK) return status;
-    l.resident = arena_take(&m->weights, resident);
-    l.bank = bank ? arena_take(&m->weights, bank) : NULL;
-    l.n_pieces = (resident + PIECE_BYTES - 1) / PIECE_BYTES;
     if (l.progress) __atomic_store_n(&l.progress->total_bytes, total_bytes(&l), __ATOMIC_RELAXED);
     pool_run(threads, read_banks, &l);
+    if (vectors && !l.status) status = read_vectors(m, &l, most, err);
+    if (status) return status;
     if (l.status) return fail(err, l.status, "%s", l.error.text);
     place_stored(m, &l);
     m->memory.direct_io = file_is_direct(f);

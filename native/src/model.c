@@ -9,6 +9,7 @@
 #include "kernels.h"
 #include "load.h"
 #include "plan.h"
+#include "ring.h"
 #include "status.h"
 #include "tensors.h"
 #include "widen.h"
@@ -62,6 +63,12 @@ static cflow_status check_sections(const cflow_model *m, cflow_error *err) {
                              h->sections[CFLOW_SECTION_TOKEN_BYTES].bytes, err);
 }
 
+static cflow_status check_io(const cflow_model_options *o, cflow_error *err) {
+    if (o->expert_io != CFLOW_IO_DIRECT && o->expert_io != CFLOW_IO_CACHED)
+        return fail(err, CFLOW_EINVAL, "expert_io is %d; it must be a cflow_io", o->expert_io);
+    return CFLOW_OK;
+}
+
 static cflow_status check_deferral(const cflow_model *m, int32_t defer, cflow_error *err) {
     uint32_t least = UINT32_MAX;
     for (uint32_t i = 0; i < m->header.n_layers; i++)
@@ -75,6 +82,15 @@ static cflow_status check_deferral(const cflow_model *m, int32_t defer, cflow_er
     return CFLOW_OK;
 }
 
+static cflow_status check_weights_memory(const cflow_model *m, const cflow_model_options *o,
+                                         cflow_error *err) {
+    if (m->as_f32)
+        return fail(err, CFLOW_EINVAL,
+                    "weights_memory of %llu bytes, but dequantised weights must all be in memory",
+                    (unsigned long long)o->weights_memory);
+    return CFLOW_OK;
+}
+
 static cflow_status check_expert_cache(const cflow_model *m, const cflow_model_options *o,
                                        cflow_error *err) {
     const unsigned long long bytes = o->expert_cache;
@@ -85,12 +101,21 @@ static cflow_status check_expert_cache(const cflow_model *m, const cflow_model_o
         return fail(err, CFLOW_EINVAL,
                     "an expert cache of %llu bytes, but dequantised experts must all be in memory",
                     bytes);
-    if (o->expert_io != CFLOW_IO_DIRECT && o->expert_io != CFLOW_IO_CACHED)
-        return fail(err, CFLOW_EINVAL, "expert_io is %d; it must be a cflow_io", o->expert_io);
     if (o->expert_window < CFLOW_WINDOW_DELAY || o->expert_window > CFLOW_WINDOW_NONE)
         return fail(err, CFLOW_EINVAL, "expert_window is %d; it must be a cflow_window",
                     o->expert_window);
     return CFLOW_OK;
+}
+
+tier_options tier_options_of(const cflow_model_options *o, uint64_t budget_bytes,
+                             const tier_hooks *hooks) {
+    tier_options options = {.budget_bytes = budget_bytes,
+                            .timeout_s = o->expert_timeout_s,
+                            .max_bytes_per_s = o->expert_bytes_per_s,
+                            .n_threads = o->expert_threads,
+                            .cached = o->expert_io == CFLOW_IO_CACHED};
+    if (hooks) options.hooks = *hooks;
+    return options;
 }
 
 static cflow_status open_tier(cflow_model *m, file *f, const cflow_model_options *o,
@@ -103,12 +128,7 @@ static cflow_status open_tier(cflow_model *m, file *f, const cflow_model_options
         records[i] = (tier_record){.offset = bank + m->records[i].offset,
                                    .bytes = record_bytes(&m->records[i]),
                                    .crc = m->records[i].crc};
-    tier_options options = {.budget_bytes = o->expert_cache,
-                            .timeout_s = o->expert_timeout_s,
-                            .max_bytes_per_s = o->expert_bytes_per_s,
-                            .n_threads = o->expert_threads,
-                            .cached = o->expert_io == CFLOW_IO_CACHED};
-    if (hooks) options.hooks = *hooks;
+    const tier_options options = tier_options_of(o, o->expert_cache, hooks);
     const cflow_status s = tier_open(&m->tier, f, records, n, &options, err);
     memory_free(records);
     if (!s) m->most_pinned = tier_slots(m->tier) - (uint32_t)o->expert_threads;
@@ -121,12 +141,17 @@ static cflow_status open_model(cflow_model *m, file *f, const cflow_model_option
     if (!s) s = read_sections(m, f, err);
     if (!s) s = check_sections(m, err);
     if (!s) s = tensors_bind(m, err);
+    if (!s && (options->expert_cache || options->weights_memory)) s = check_io(options, err);
     if (!s && options->expert_cache) s = check_expert_cache(m, options, err);
+    if (!s && options->weights_memory) s = check_weights_memory(m, options, err);
+    if (!s && options->weights_memory) s = ring_cut(m, err);
     if (!s && options->defer_experts) s = check_deferral(m, options->defer_experts, err);
     if (!s && m->header_only && m->as_f32) widen_shapes(m);
     if (!s && !m->header_only) s = load_weights(m, f, options, err);
-    if (!s && !m->header_only && options->expert_cache) s = open_tier(m, f, options, hooks, err);
     if (!s) s = plan_open(&m->plan, m, err);
+    if (!s && m->ring) s = ring_schedule(m, options, err);
+    if (!s && !m->header_only && m->ring) s = ring_load(m, f, options, hooks, err);
+    if (!s && !m->header_only && options->expert_cache) s = open_tier(m, f, options, hooks, err);
     return s;
 }
 
@@ -173,6 +198,7 @@ cflow_status cflow_model_open(cflow_model **out, const cflow_model_options *opti
 void cflow_model_close(cflow_model *m) {
     if (!m) return;
     tier_close(m->tier);
+    ring_close(m->ring);
     plan_close(m->plan);
     for (uint32_t i = 0; i < CFLOW_N_SECTIONS; i++) memory_free(m->sections[i]);
     memory_free(m->blocks);
@@ -204,24 +230,25 @@ const void *cflow_model_section(const cflow_model *model, uint32_t section, uint
 
 void cflow_model_memory(const cflow_model *model, cflow_memory *out) {
     *out = model->memory;
-    if (!model->tier) return;
-    out->resident_bytes += arena_mapped(tier_slots(model->tier) * tier_slot_bytes(model->tier));
-    out->huge_bytes += tier_huge_bytes(model->tier);
+    const tier *tiers[] = {model->tier, model->ring ? model->ring->tier : NULL};
+    for (int i = 0; i < 2; i++) {
+        if (!tiers[i]) continue;
+        out->resident_bytes += arena_mapped(tier_slots(tiers[i]) * tier_slot_bytes(tiers[i]));
+        out->huge_bytes += tier_huge_bytes(tiers[i]);
+    }
 }
 
-void cflow_model_tier(const cflow_model *model, cflow_tier_stats *out) {
-    *out = (cflow_tier_stats){0};
-    if (!model->tier) return;
+static cflow_tier_stats stats_of(tier *t, uint32_t n_records) {
     tier_stats s;
-    tier_get_stats(model->tier, &s);
-    *out = (cflow_tier_stats){
-        .n_records = model->header.n_records,
-        .n_slots = tier_slots(model->tier),
-        .slot_bytes = tier_slot_bytes(model->tier),
+    tier_get_stats(t, &s);
+    cflow_tier_stats out = {
+        .n_records = n_records,
+        .n_slots = tier_slots(t),
+        .slot_bytes = tier_slot_bytes(t),
         .n_resident = s.n_resident,
         .n_loading = s.n_loading,
         .n_overdue = s.n_overdue,
-        .direct_io = tier_is_direct(model->tier),
+        .direct_io = tier_is_direct(t),
         .hits = s.hits,
         .misses = s.misses,
         .reads = s.reads,
@@ -242,8 +269,33 @@ void cflow_model_tier(const cflow_model *model, cflow_tier_stats *out) {
         .ghost_hits_2x = s.ghost_hits_2x,
         .ghost_hits_4x = s.ghost_hits_4x,
     };
-    _Static_assert(sizeof out->latencies == sizeof s.latencies, "both histograms are one");
-    memcpy(out->latencies, s.latencies, sizeof s.latencies);
+    _Static_assert(sizeof out.latencies == sizeof s.latencies, "both histograms are one");
+    memcpy(out.latencies, s.latencies, sizeof s.latencies);
+    return out;
+}
+
+void cflow_model_tier(const cflow_model *model, cflow_tier_stats *out) {
+    *out = (cflow_tier_stats){0};
+    if (model->tier) *out = stats_of(model->tier, model->header.n_records);
+}
+
+void cflow_model_layer_tier(const cflow_model *model, cflow_tier_stats *out) {
+    *out = (cflow_tier_stats){0};
+    if (model->ring && model->ring->tier)
+        *out = stats_of(model->ring->tier, model->ring->n_records);
+}
+
+void cflow_model_layer_records(const cflow_model *model, cflow_layer_records *out) {
+    *out = (cflow_layer_records){0};
+    const ring *r = model->ring;
+    if (!r) return;
+    *out = (cflow_layer_records){.n_records = r->n_records,
+                                 .n_slots = r->n_slots,
+                                 .n_least = r->n_passing,
+                                 .n_kept = r->n_kept,
+                                 .slot_bytes = r->slot_bytes};
+    for (uint32_t i = 0; i < r->n_records; i++) out->bytes += r->records[i].bytes;
+    for (uint32_t i = 0; i < r->n_uses; i++) out->step_bytes += r->records[r->uses[i].record].bytes;
 }
 
 void cflow_model_expert_uses(const cflow_model *model, uint64_t *uses) {
@@ -298,6 +350,11 @@ cflow_status cflow_model_rows(const cflow_model *model, uint32_t index, uint32_t
         return fail(err, CFLOW_EINVAL, "rows %u and %u more of a tensor of %u", first, n,
                     w->n_rows);
     if (tensor_is_expert(t)) return write_expert_rows(model, t, expert, first, n, out, err);
+    const tier_result result = ring_pin(model, index);
+    if (result)
+        return fail(err, record_status(result), "matrices of block %u: %s", t->block,
+                    tier_result_text(result));
     write_rows(w, first, n, out);
+    ring_unpin(model, index);
     return CFLOW_OK;
 }

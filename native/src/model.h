@@ -1,4 +1,5 @@
-/* A loaded model file: headers, and where every weight lies in memory. Immutable once open. */
+/* A loaded model file: headers, and where every weight lies in memory. Immutable once open, but for
+ * what comes from disk (tier.h, ring.h). */
 #ifndef CFLOW_MODEL_H
 #define CFLOW_MODEL_H
 
@@ -25,6 +26,7 @@ typedef struct {
 enum { MAX_HEAD_DIM = 1024 }; /* a file with more is refused */
 
 typedef struct plan plan;
+typedef struct ring ring;
 
 struct cflow_model {
     cflow_header header;
@@ -40,6 +42,8 @@ struct cflow_model {
     uint32_t *first_record;          /* (n_blocks + 1,) index of a block's expert 0 in records */
     plan *plan;
     tier *tier; /* NULL: every record is in memory */
+    ring *ring; /* NULL: all of the resident bank is; else `data` of what comes and goes is good
+                   while pinned */
     cflow_memory memory;
     int header_only, as_f32;
     int speculate;  /* 1: the plan guesses the next layer's experts */
@@ -73,6 +77,10 @@ static inline matrix matrix_in_record(const matrix *w, const uint8_t *record) {
 static inline cflow_status record_status(tier_result result) {
     return result == TIER_CUT || result == TIER_ALTERED ? CFLOW_EFORMAT : CFLOW_EIO;
 }
+
+/* How records are read. */
+tier_options tier_options_of(const cflow_model_options *options, uint64_t budget_bytes,
+                             const tier_hooks *hooks);
 
 /* cflow_model_open; hooks: how records are read, NULL for as usual. */
 cflow_status model_open(cflow_model **out, const cflow_model_options *options,

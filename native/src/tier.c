@@ -297,6 +297,8 @@ static void end_read(tier *t, reader *self, tier_result result) {
     } else {
         e->state = RESIDENT;
         append(t, &t->used, r);
+        if (t->options.placed && !t->closing)
+            t->options.placed(t->options.placed_arg, r, slot_data(t, e->slot));
     }
     pthread_cond_broadcast(&t->settled);
     wake_readers(t);
@@ -700,7 +702,7 @@ static cflow_status take_slots(tier *t, cflow_error *err) {
     if (!t->free_slots || !ghost_open(&t->ghost, t->n_records, t->n_slots))
         return fail(err, CFLOW_ENOMEM, "no memory for %u slots", t->n_slots);
     for (uint32_t i = 0; i < t->n_slots; i++) t->free_slots[i] = t->n_slots - 1 - i;
-    return arena_open(&t->memory, t->n_slots * t->slot_bytes, "the expert cache", err);
+    return arena_open(&t->memory, t->n_slots * t->slot_bytes, "records that stay", err);
 }
 
 /* Signals belong to the threads of the caller. */

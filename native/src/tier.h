@@ -63,6 +63,10 @@ typedef struct {
     double max_bytes_per_s; /* bound on reads begun, a record and a millisecond ahead; 0: none */
     int32_t n_threads;      /* reads in flight at most */
     int32_t cached;         /* 1: reads go through the page cache */
+    /* NULL, or told where a record lies once it has been read, before anybody gets its bytes; under
+     * the tier's lock, and no more once tier_close has begun. */
+    void (*placed)(void *arg, uint32_t record, const uint8_t *bytes);
+    void *placed_arg;
     tier_hooks hooks;
 } tier_options;
 

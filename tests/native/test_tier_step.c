@@ -443,8 +443,8 @@ static void a_wait_can_be_cancelled(void) {
         same_bits(model, 2, "after a cancelled wait");
         CHECK(run_prompt(ctx, &got) == CFLOW_OK, "step");
         CHECK(!memcmp(&got, &want.prompt, sizeof got), "other bits after a cancelled wait");
-        cflow_model_close(model); /* an empty cache again */
         cflow_ctx_close(ctx);
+        cflow_model_close(model); /* an empty cache again */
         model = open_model(2, (cflow_model_options){0}, &d);
         ctx = open_ctx(model, 2);
     }

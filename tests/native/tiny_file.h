@@ -22,15 +22,16 @@ enum {
     TINY_EXPERTS = 4,
     TINY_D_EXPERT = 96,
     TINY_D_SHARED = 32,
-    TINY_MAX_TENSORS = 64,
+    TINY_MAX_LAYERS = 10,
+    TINY_MAX_TENSORS = 160,
     TINY_PAGE = 4096,
     TINY_RUN = 1 << 20,
-    TINY_BANK = 3 << 20 /* room; the last tensor is put past 1 MiB, so that there are two runs */
+    TINY_BANK = 20 << 20 /* room; the last tensor is put past 1 MiB, so that there are two runs */
 };
 
 typedef struct {
     cflow_header header;
-    cflow_layer layers[2];
+    cflow_layer layers[TINY_MAX_LAYERS];
     cflow_tensor tensors[TINY_MAX_TENSORS];
     cflow_record records[TINY_EXPERTS];
     uint8_t *resident, *experts; /* the banks, TINY_BANK each */
@@ -210,6 +211,19 @@ static inline tiny tiny_open(void) {
     return f;
 }
 
+/* Dense layers behind the others, in the bank too, more than a run apart. */
+static inline void tiny_deepen(tiny *f, uint32_t n_layers) {
+    for (uint32_t b = f->header.n_layers; b < n_layers; b++) {
+        f->layers[b] = tiny_layer(b);
+        f->layers[b].d_ff = TINY_D_FF;
+        f->resident_bytes += TINY_RUN;
+        tiny_attention(f, b);
+        f->resident_bytes += TINY_RUN / 2; /* so that its matrices lie in several runs */
+        f->resident_bytes = tiny_gated(f, CFLOW_GATE, b, TINY_D_FF, 32, f->resident_bytes);
+    }
+    f->header.n_layers = f->header.n_blocks = n_layers;
+}
+
 static inline void tiny_close(tiny *f) {
     free(f->resident);
     free(f->experts);
@@ -278,7 +292,7 @@ static inline tiny_image tiny_write(tiny *f) {
     const struct {
         const void *data;
         uint64_t bytes;
-    } parts[] = {{f->layers, sizeof f->layers},
+    } parts[] = {{f->layers, f->header.n_layers * sizeof *f->layers},
                  {f->tensors, f->header.n_tensors * sizeof *f->tensors},
                  {f->records, sizeof f->records},
                  {metadata, sizeof metadata - 1},

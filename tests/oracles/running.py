@@ -21,6 +21,7 @@ def opened(
     as_f32: bool = False,
     experts: ExpertOptions | None = None,
     defer_experts: int = 0,
+    weights_memory: int = 0,
     max_context: int = 512,
     n_sequences: int = 4,
     **options: Any,
@@ -28,7 +29,14 @@ def opened(
     """A context whose sequence i owns the i-th run of KV blocks, for prompts up to max_context."""
     n_blocks = -(-max_context // KV_BLOCK)
     options = {"threads": 2, "kv_type": "f32" if as_f32 else "f16"} | options
-    model = Model(str(path), threads=2, as_f32=as_f32, experts=experts, defer_experts=defer_experts)
+    model = Model(
+        str(path),
+        threads=2,
+        as_f32=as_f32,
+        experts=experts,
+        defer_experts=defer_experts,
+        weights_memory=weights_memory,
+    )
     context = Context(
         model,
         max_rows=64,

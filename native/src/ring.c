@@ -1,0 +1,376 @@
+#include "ring.h"
+
+#include <stdlib.h>
+
+#include "check.h"
+#include "ctx.h"
+#include "status.h"
+#include "tensors.h"
+
+typedef unsigned long long ull;
+
+/* ---- cutting ---- */
+
+static int by_start(const void *a, const void *b) {
+    const segment *x = a, *y = b;
+    if (x->start != y->start) return x->start < y->start ? -1 : 1;
+    return (x->block != CFLOW_MODEL_LEVEL) - (y->block != CFLOW_MODEL_LEVEL);
+}
+
+/* Where blocks and tensors of no layer begin; returns how many. */
+static uint32_t list_cuts(const cflow_model *m, segment *cuts) {
+    uint32_t n = m->header.n_blocks;
+    for (uint32_t b = 0; b < n; b++) cuts[b] = (segment){.start = UINT64_MAX, .block = b};
+    for (uint32_t i = 0; i < m->header.n_tensors; i++) {
+        const cflow_tensor *t = &m->tensors[i];
+        if (t->block == CFLOW_MODEL_LEVEL)
+            cuts[n++] = (segment){.start = t->offset, .block = CFLOW_MODEL_LEVEL};
+        else if (!tensor_is_expert(t) && t->stripe_rows && t->offset < cuts[t->block].start)
+            cuts[t->block].start = t->offset;
+    }
+    qsort(cuts, n, sizeof *cuts, by_start);
+    return n;
+}
+
+static void join_cuts(ring *r, uint32_t n, uint64_t bank_bytes) {
+    segment *s = r->segments;
+    for (uint32_t i = 0; i < n; i++) {
+        const segment *last = r->n_segments ? &s[r->n_segments - 1] : NULL;
+        const int goes_on = last && last->block == CFLOW_MODEL_LEVEL && last->block == s[i].block;
+        if (last && (goes_on || last->start == s[i].start)) continue;
+        s[r->n_segments++] = s[i];
+    }
+    for (uint32_t i = 0; i < r->n_segments; i++) {
+        s[i].end = i + 1 < r->n_segments ? s[i + 1].start : bank_bytes;
+        s[i].record = s[i].block == CFLOW_MODEL_LEVEL ? NO_RECORD : r->n_records++;
+    }
+}
+
+static cflow_status assign_tensors(const cflow_model *m, cflow_error *err) {
+    ring *r = m->ring;
+    for (uint32_t i = 0; i < m->header.n_tensors; i++) {
+        const cflow_tensor *t = &m->tensors[i];
+        r->record_of[i] = NO_RECORD;
+        if (tensor_is_expert(t) || (!t->stripe_rows && t->block != CFLOW_MODEL_LEVEL)) continue;
+        const segment *s = &r->segments[r->n_segments - 1];
+        while (s->start > t->offset) s--;
+        r->record_of[i] = s->record;
+        if (tensor_end(t) <= s->end) continue;
+        char name[64];
+        tensor_name(name, t);
+        return fail(err, CFLOW_EINVAL,
+                    "weights_memory needs blocks that lie one after the other in the file; %s, "
+                    "which ends at %llu of the resident bank, runs into what begins at %llu",
+                    name, (ull)tensor_end(t), (ull)s->end);
+    }
+    return CFLOW_OK;
+}
+
+/* ---- checksums ---- */
+
+/* Product of two polynomials modulo CRC-32C's, in its reflected form: bit 31 is x^0. */
+static uint32_t multiply_modulo(uint32_t a, uint32_t b) {
+    uint32_t product = 0;
+    for (; a; a <<= 1) {
+        if (a >> 31) product ^= b;
+        b = b & 1 ? b >> 1 ^ 0x82f63b78u : b >> 1;
+    }
+    return product;
+}
+
+/* The CRC of two pieces one after the other, from theirs: the first one's times x^(8 bytes). */
+static uint32_t join_crcs(uint32_t first, uint32_t second, uint64_t bytes) {
+    uint32_t power = 1u << 23; /* x^8 */
+    for (; bytes; bytes >>= 1) {
+        if (bytes & 1) first = multiply_modulo(power, first);
+        power = multiply_modulo(power, power);
+    }
+    return first ^ second;
+}
+
+static tier_record make_record(const cflow_model *m, const segment *s) {
+    static const uint8_t padding[FILE_PAGE];
+    const uint32_t *crcs = (const uint32_t *)(const void *)m->sections[CFLOW_SECTION_RUN_CRCS];
+    const uint64_t bank = m->header.sections[CFLOW_SECTION_RESIDENT].offset;
+    const uint64_t bytes = s->end - s->start, padded = round_up(bytes, FILE_PAGE);
+    uint32_t crc = 0;
+    for (uint64_t done = 0; done < bytes; done += RUN_BYTES) {
+        const uint64_t n = bytes - done < RUN_BYTES ? bytes - done : RUN_BYTES;
+        crc = join_crcs(crc, crcs[(s->start + done) / RUN_BYTES], n);
+    }
+    const uint32_t zeros = cflow_crc32c(0, padding, padded - bytes);
+    return (tier_record){
+        .offset = bank + s->start, .bytes = padded, .crc = join_crcs(crc, zeros, padded - bytes)};
+}
+
+static void make_records(const cflow_model *m) {
+    ring *r = m->ring;
+    const uint64_t bank_bytes = m->header.sections[CFLOW_SECTION_RESIDENT].bytes;
+    for (uint32_t i = 0; i < r->n_segments; i++) {
+        segment *s = &r->segments[i];
+        s->start = s->start / RUN_BYTES * RUN_BYTES;
+        s->end =
+            round_up(s->end, RUN_BYTES) < bank_bytes ? round_up(s->end, RUN_BYTES) : bank_bytes;
+        if (s->record == NO_RECORD) continue;
+        r->records[s->record] = make_record(m, s);
+        if (r->slot_bytes < r->records[s->record].bytes)
+            r->slot_bytes = r->records[s->record].bytes;
+    }
+}
+
+cflow_status ring_cut(cflow_model *m, cflow_error *err) {
+    const cflow_header *h = &m->header;
+    const size_t most = (size_t)h->n_blocks + h->n_tensors;
+    ring *r = m->ring = memory_zeroed(1, sizeof *r);
+    if (r) {
+        r->segments = memory_zeroed(most, sizeof *r->segments);
+        r->records = memory_zeroed(h->n_blocks, sizeof *r->records);
+        r->record_of = memory_zeroed(h->n_tensors, sizeof *r->record_of);
+    }
+    if (!r || !r->segments || !r->records || !r->record_of)
+        return fail(err, CFLOW_ENOMEM, "no memory for the records of %u blocks", h->n_blocks);
+    join_cuts(r, list_cuts(m, r->segments), h->sections[CFLOW_SECTION_RESIDENT].bytes);
+    const cflow_status status = assign_tensors(m, err);
+    if (status) return status;
+    make_records(m);
+    if (r->n_records) return CFLOW_OK;
+    return fail(err, CFLOW_EINVAL, "weights_memory: no block lies apart from the other tensors");
+}
+
+/* ---- the schedule ---- */
+
+static uint32_t pass_of(const cflow_model *m, uint32_t layer) {
+    uint32_t n = 0;
+    for (uint32_t i = 0; i < layer; i++) n += m->layers[i].block == m->layers[layer].block;
+    return n;
+}
+
+static void add_use(ring *r, uint32_t record, uint32_t pass, const op *o) {
+    uint32_t i = 0;
+    while (i < r->n_uses && (r->uses[i].record != record || r->uses[i].pass != pass)) i++;
+    if (i == r->n_uses)
+        r->uses[r->n_uses++] = (layer_use){
+            .record = record, .pass = pass, .layer = (uint32_t)o->layer, .first = o->stage};
+    r->uses[i].last = o->stage; /* ops come by stage */
+}
+
+static void add_matrix(const cflow_model *m, const op *o, const matrix *w) {
+    uint32_t t = 0;
+    while (tensor_matrix(m, &m->tensors[t]) != w) t++;
+    const uint32_t record = m->ring->record_of[t];
+    if (record != NO_RECORD) add_use(m->ring, record, pass_of(m, (uint32_t)o->layer), o);
+}
+
+static void list_uses(const cflow_model *m) {
+    for (uint32_t i = 0; i < m->plan->n_ops; i++) {
+        const op *o = &m->plan->ops[i];
+        for (uint32_t j = 0; j < o->n_pieces; j++) add_matrix(m, o, o->pieces[j].w);
+        if (o->kind != OP_GATED) continue;
+        add_matrix(m, o, o->gate);
+        add_matrix(m, o, o->up);
+    }
+}
+
+/* Records that some stage needs at once. */
+static uint32_t most_at_once(const ring *r) {
+    uint32_t most = 0;
+    for (uint32_t i = 0; i < r->n_uses; i++) {
+        uint32_t n = 0;
+        for (uint32_t j = 0; j < r->n_uses; j++)
+            n += r->uses[j].first <= r->uses[i].first && r->uses[i].first <= r->uses[j].last;
+        if (most < n) most = n;
+    }
+    return most;
+}
+
+/* n_kept of all, evenly spread. */
+static int is_kept(const ring *r, uint64_t record) {
+    return (record + 1) * r->n_kept / r->n_records > record * r->n_kept / r->n_records;
+}
+
+static void drop_kept_uses(ring *r) {
+    uint32_t n = 0;
+    for (uint32_t i = 0; i < r->n_uses; i++)
+        if (!is_kept(r, r->uses[i].record)) r->uses[n++] = r->uses[i];
+    r->n_uses = n;
+}
+
+cflow_status ring_schedule(cflow_model *m, const cflow_model_options *options, cflow_error *err) {
+    ring *r = m->ring;
+    const ull budget = options->weights_memory, n = budget / r->slot_bytes;
+    r->uses = memory_zeroed((size_t)m->plan->n_ops * MAX_PIECES, sizeof *r->uses);
+    if (!r->uses)
+        return fail(err, CFLOW_ENOMEM, "no memory for the uses of %u records", r->n_records);
+    list_uses(m);
+    r->n_passing = most_at_once(r) + (uint32_t)options->expert_threads;
+    if (r->n_passing >= r->n_records) r->n_passing = r->n_records;
+    if (n < r->n_passing)
+        return fail(err, CFLOW_EINVAL,
+                    "weights_memory of %llu bytes holds %llu records of %llu bytes; with %d reads "
+                    "in flight it must hold %u: %llu bytes",
+                    budget, n, (ull)r->slot_bytes, options->expert_threads, r->n_passing,
+                    (ull)r->n_passing * r->slot_bytes);
+    r->n_slots = n < r->n_records ? (uint32_t)n : r->n_records;
+    r->n_kept = r->n_slots < r->n_records ? r->n_slots - r->n_passing : r->n_records;
+    drop_kept_uses(r);
+    return CFLOW_OK;
+}
+
+/* ---- loading ---- */
+
+/* Under the tier's lock, while nobody has the record: who pins it later sees where it lies. */
+static void place(void *arg, uint32_t record, const uint8_t *bytes) {
+    const cflow_model *m = arg;
+    const ring *r = m->ring;
+    uint64_t start = 0;
+    for (uint32_t i = 0; i < r->n_segments; i++)
+        if (r->segments[i].record == record) start = r->segments[i].start;
+    for (uint32_t i = 0; i < m->header.n_tensors; i++)
+        if (r->record_of[i] == record)
+            tensor_matrix(m, &m->tensors[i])->data = bytes + (m->tensors[i].offset - start);
+}
+
+static cflow_status keep_record(const ring *r, uint32_t record, cflow_error *err) {
+    uint32_t which, i = 0;
+    const uint8_t *bytes;
+    const tier_result result = tier_acquire(r->tier, &record, 1, NULL, &which, &bytes);
+    if (!result) return CFLOW_OK;
+    while (r->segments[i].record != record) i++;
+    return fail(err, record_status(result), "resident bank, matrices of block %u: %s",
+                r->segments[i].block, tier_result_text(result));
+}
+
+/* Their pins are never given back. */
+static cflow_status read_kept(const ring *r, cflow_progress *p, cflow_error *err) {
+    cflow_progress unwatched = {0};
+    if (!p) p = &unwatched;
+    for (uint32_t i = 0; i < r->n_records; i++) {
+        if (!is_kept(r, i)) continue;
+        __atomic_fetch_add(&p->total_bytes, r->records[i].bytes, __ATOMIC_RELAXED);
+        tier_demand(r->tier, &i, 1, NULL);
+    }
+    for (uint32_t i = 0; i < r->n_records; i++) {
+        if (!is_kept(r, i)) continue;
+        if (__atomic_load_n(&p->cancel, __ATOMIC_RELAXED))
+            return fail(err, CFLOW_ECANCELLED, "cancelled");
+        const cflow_status status = keep_record(r, i, err);
+        if (status) return status;
+        __atomic_fetch_add(&p->done_bytes, r->records[i].bytes, __ATOMIC_RELAXED);
+    }
+    return CFLOW_OK;
+}
+
+cflow_status ring_load(cflow_model *m, const file *f, const cflow_model_options *options,
+                       const tier_hooks *hooks, cflow_error *err) {
+    ring *r = m->ring;
+    file own;
+    cflow_status s = file_share(&own, f, err);
+    if (s) return s;
+    tier_options o = tier_options_of(options, r->n_slots * r->slot_bytes, hooks);
+    o.placed = place;
+    o.placed_arg = m;
+    s = tier_open(&r->tier, &own, r->records, r->n_records, &o, err);
+    file_close(&own);
+    return s ? s : read_kept(r, options->progress, err);
+}
+
+void ring_close(ring *r) {
+    if (!r) return;
+    tier_close(r->tier);
+    memory_free(r->segments);
+    memory_free(r->records);
+    memory_free(r->record_of);
+    memory_free(r->uses);
+    memory_free(r);
+}
+
+tier_result ring_pin(const cflow_model *m, uint32_t tensor) {
+    uint32_t which;
+    const uint8_t *bytes;
+    const uint32_t record = m->ring ? m->ring->record_of[tensor] : NO_RECORD;
+    if (record == NO_RECORD) return TIER_OK;
+    return tier_acquire(m->ring->tier, &record, 1, NULL, &which, &bytes);
+}
+
+void ring_unpin(const cflow_model *m, uint32_t tensor) {
+    const uint32_t record = m->ring ? m->ring->record_of[tensor] : NO_RECORD;
+    if (record != NO_RECORD) tier_release(m->ring->tier, record);
+}
+
+/* ---- in the step ---- */
+
+static void demand_next(ring *r) {
+    tier_demand(r->tier, &r->uses[r->next].record, 1, NULL);
+    r->next = (r->next + 1) % r->n_uses;
+}
+
+static void fail_rows(cflow_ctx *ctx, uint32_t layer, tier_result result) {
+    const step *s = &ctx->step;
+    for (uint32_t i = 0; i < s->n_rows; i++) {
+        ctx->logit_of_row[i] = -1;
+        if (s->row_status[i]) continue;
+        s->row_status[i] = record_status(result);
+        ctx->faults[i] = (row_fault){(int32_t)layer, NO_RECORD, result};
+    }
+    for (uint32_t i = 0; i < s->n_scores; i++) s->scores[i] = no_score();
+}
+
+static tier_result wait_for(cflow_ctx *ctx, uint32_t record) {
+    uint32_t which;
+    const uint8_t *bytes;
+    const tier_result result =
+        tier_acquire(ctx->model->ring->tier, &record, 1, &ctx->cancelled, &which, &bytes);
+    atomic_fetch_add(&ctx->stage_count, 1);
+    return result;
+}
+
+static int pin_use(cflow_ctx *ctx, layer_use *use) {
+    ring *r = ctx->model->ring;
+    tier_result result = wait_for(ctx, use->record);
+    if (result && result != TIER_CANCELLED && use < r->uses + r->n_passing) {
+        /* It was read ahead, maybe long ago: the disk may be well again. */
+        tier_demand(r->tier, &use->record, 1, NULL);
+        result = wait_for(ctx, use->record);
+    }
+    use->is_pinned = result == TIER_OK;
+    if (result == TIER_CANCELLED)
+        ctx->step.cancelled = 1;
+    else if (result)
+        fail_rows(ctx, use->layer, result);
+    return use->is_pinned;
+}
+
+int ring_begin(cflow_ctx *ctx, uint32_t phase) {
+    ring *r = ctx->model->ring;
+    if (!r || !r->n_uses || phase % 2 || phase / 2 >= ctx->model->plan->n_stages) return 1;
+    if (!r->is_reading)
+        for (uint32_t i = 0; i < r->n_passing; i++) demand_next(r);
+    r->is_reading = 1;
+    for (uint32_t i = 0; i < r->n_uses; i++)
+        if (r->uses[i].first == phase / 2 && !pin_use(ctx, &r->uses[i])) return 0;
+    return 1;
+}
+
+void ring_end(cflow_ctx *ctx, uint32_t phase) {
+    ring *r = ctx->model->ring;
+    if (!r || phase % 2) return;
+    for (uint32_t i = 0; i < r->n_uses; i++) {
+        layer_use *use = &r->uses[i];
+        if (!use->is_pinned || use->last != phase / 2) continue;
+        use->is_pinned = 0;
+        tier_release(r->tier, use->record);
+        demand_next(r);
+    }
+}
+
+void ring_abandon(cflow_ctx *ctx) {
+    ring *r = ctx->model->ring;
+    if (!r) return;
+    for (uint32_t i = 0; i < r->n_uses; i++) {
+        if (r->uses[i].is_pinned) tier_release(r->tier, r->uses[i].record);
+        r->uses[i].is_pinned = 0;
+    }
+    tier_withdraw(r->tier);
+    r->next = 0;
+    r->is_reading = 0;
+}
