@@ -188,7 +188,7 @@ class Bench:
         return path
 
     def published_shape(self, arm: str, d: int) -> Path:
-        """That of the paper's small models (paper.md 3) for any d; the vocabulary does not count."""
+        """That of the paper's small models (docs/delays.md) for any d; the vocabulary does not count."""
         return self.shape(arm, d, 6, d_ff=4 * d, n_experts=8, top_k=2, d_expert=d)
 
     def experts(self) -> Experts:
