@@ -66,7 +66,7 @@ def _tokenizer(text: str, vocab_size: int) -> Tokenizer:
 def _ids(tokenizer: Tokenizer, text: str) -> NDArray[np.int64]:
     documents = tokenizer.encode_batch_fast([part.strip() for part in text.split(END)])
     end = tokenizer.token_to_id(END)
-    return np.concatenate([[*document.ids, end] for document in documents if document.ids])
+    return np.array([id for d in documents if d.ids for id in (*d.ids, end)], np.int64)
 
 
 def n_batches(ids: NDArray[np.int64], context: int, batch: int) -> int:

@@ -184,8 +184,11 @@ class Trainer:
         self._run, self._folder, self._text, self._device = run, folder, text, device
         how = run.training
         self._epoch_steps = corpus.n_batches(text.train, run.shape.context, how.batch)
-        if not self._epoch_steps:
-            raise LabError(f"{len(text.train)} tokens of text are too few for one batch")
+        if self._epoch_steps < 1 or _n_scored(text, run.shape.context) < 1:
+            raise LabError(
+                f"{len(text.train)} tokens of text to train on and {len(text.valid)} to validate are "
+                f"too few for a batch of {how.batch} windows of {run.shape.context}, or for one"
+            )
         self._n_steps = how.epochs * self._epoch_steps
         torch.manual_seed(run.seed)
         try:
@@ -253,6 +256,8 @@ class Trainer:
     def _validate(self, n_batches: int | None) -> float:
         """Loss over the first n_batches of the validation text; the best model so far is kept."""
         loss = valid_loss(self._model, self._text, self._run.training.batch, n_batches)
+        if not math.isfinite(loss):
+            raise LabError(f"{self._run.folder}: the validation loss is {loss}; lower peak_rate")
         if loss < self._best:
             self._best = loss
             _save_torch(self._folder / "best.pt", self._model.state_dict())
@@ -314,13 +319,11 @@ def valid_loss(model: Pipeline, text: Corpus, batch: int, n_batches: int | None 
         logits, targets = model(tokens[:, :-1]).logits.flatten(0, 1), tokens[:, 1:].flatten()
         total += F.cross_entropy(logits, targets, reduction="sum").item()
         n += targets.numel()
-    if not n:
-        raise LabError(f"the validation text is shorter than one window of {model.shape.context}")
     return total / n
 
 
 def parameter_groups(model: Pipeline, weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices decay, vectors do not."""
+    """Matrices decay, and arch3's stacked gates; vectors do not."""
     parameters = list(model.parameters())
     return [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},

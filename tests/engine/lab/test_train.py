@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +209,14 @@ def test_sizes_that_make_no_model_are_named(text: Path, tmp_path: Path) -> None:
 def test_a_vocabulary_that_the_text_does_not_give(text: Path) -> None:
     with pytest.raises(LabError, match="lower vocab_size"):
         corpus.load(text, 5000)
+
+
+def test_too_little_text_is_told_before_any_step(text: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "short"
+    shutil.copytree(text, folder)
+    (folder / "valid.txt").write_text("")
+    with pytest.raises(LabError, match="0 to validate are too few"):
+        run(config(folder), tmp_path / "out")
 
 
 def test_rates() -> None:
