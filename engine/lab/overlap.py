@@ -543,6 +543,7 @@ def measure(
     """Makes its files in folder, some 2 GB, and removes them. here: names the machine. read_rate:
     bytes a second; None: what the disk holds. LabError: arms differ, or the disk cannot be used."""
     sizes = sizes or Sizes()
+    folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix="overlap-") as scratch:
         bench = _Bench(Path(scratch), sizes, read_rate, report)
         cells = [*bench.random_cells(), *bench.trained_cells()]
