@@ -14,7 +14,7 @@ ACCURACY := tests/engine/models
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help serve build test test-native test-python test-accuracy bench claims check format wheel clean
+.PHONY: help serve build test test-native test-python test-accuracy bench bench-experts claims check format wheel clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -58,6 +58,9 @@ test-accuracy: $(VENV)/tools $(VENV)/cflow ## Score the real models on every win
 
 bench: $(VENV)/cflow ## Measure prefill, decode and batched decode of MODEL
 	$(BIN)/cflow bench $(or $(MODEL),smollm2-135m)
+
+bench-experts: $(VENV)/cflow ## Measure models larger than their memory: 22 GB of files, root
+	$(BIN)/python -P tests/bench/expert_tier.py $(FLAGS)
 
 claims: $(VENV)/tools $(VENV)/cflow ## Measure the published claims here and write docs/claims.md
 	$(CMAKE) -B build/bench -DCMAKE_BUILD_TYPE=Release -DCFLOW_BENCH=ON

@@ -103,6 +103,7 @@ class Tier:
             "stall_s": self.decode.stall_s,
             "disk_probe_gb_s": self.disk_probe_gb_s,
             "disk_floor_tok_s": self.decode.floor_tok_s(self.disk_probe_gb_s),
+            "prefill_expert_hits": self.prefill.hits,
             "prefill_expert_misses": self.prefill.misses,
             "prefill_disk_bytes": self.prefill.disk_bytes,
             "prefill_disk_floor_tok_s": self.prefill.floor_tok_s(self.disk_probe_gb_s),

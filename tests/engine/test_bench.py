@@ -100,6 +100,7 @@ def test_experts_from_disk_are_accounted_for(path: Path) -> None:
     per_token = report["disk_bytes"] / (3 * 5)
     floor = report["disk_probe_gb_s"] * 1e9 / per_token
     assert report["disk_floor_tok_s"] == pytest.approx(floor)
+    assert report["prefill_expert_hits"] + report["prefill_expert_misses"] == 3 * 6
     assert report["prefill_expert_misses"] >= 3  # more experts than fit are wanted
     assert "disk_bytes" not in bench.run(config(path), prompt=1, gen=1, batch=(), runs=1).to_json()
 
