@@ -11,11 +11,11 @@
  * tokens from the logits that step kept.
  *
  * Rules. A call that can fail returns cflow_status, with its text in *err (the caller owns it, NULL
- * is allowed). What comes through ** is closed by whoever got it, contexts before their model;
- * close(NULL) is a no-op. Pointers given by accessors live as long as their handle. A model is
- * immutable and may be read from any thread; a context belongs to one caller at a time, except
- * cflow_ctx_cancel and cflow_ctx_stage_count. No globals, no environment, no output, no exit. All
- * memory is taken when a handle is opened.
+ * is allowed). What comes through ** is closed by whoever got it, in any order: a model lives on
+ * until its last context is closed. close(NULL) is a no-op. Pointers given by accessors live as
+ * long as their handle. A model is immutable and may be read from any thread; a context belongs to
+ * one caller at a time, except cflow_ctx_cancel and cflow_ctx_stage_count. No globals, no
+ * environment, no output, no exit. All memory is taken when a handle is opened.
  *
  * The structs marked "file" are the on-disk records (little-endian, natural alignment, no padding
  * holes); docs/format.md draws the whole file. Everything between the cffi marks is also the cdef.
@@ -455,9 +455,9 @@ typedef struct { /* log-probabilities under softmax of the raw logits */
 
 /* One forward of n_rows rows. Rows of one sequence come in rising position and follow on what the
  * sequence's blocks already hold. row_status (n_rows,): OK; ENUMERIC; or, where an expert that the
- * row or an earlier row of its sequence chose could not be read, EIO (no answer) or EFORMAT (wrong
- * bytes): such a row keeps no logits, its score is empty (token -1), and what it wrote into its
- * sequence's blocks is worthless. All other rows are as if it had not been there.
+ * row or an earlier row of its sequence chose, or a layer, could not be read, EIO (no answer) or
+ * EFORMAT (wrong bytes): such a row keeps no logits, its score is empty (token -1), and what it
+ * wrote into its sequence's blocks is worthless. All other rows are as if it had not been there.
  * scores: one per SCORE row, in row order; NULL if there are none. ECANCELLED: nothing was kept. */
 cflow_status cflow_ctx_step(cflow_ctx *ctx, const cflow_row *rows, int32_t n_rows,
                             int32_t *row_status, cflow_score *scores, cflow_error *err);
@@ -465,7 +465,7 @@ cflow_status cflow_ctx_step(cflow_ctx *ctx, const cflow_row *rows, int32_t n_row
 const float *cflow_ctx_logits(const cflow_ctx *ctx, int32_t row);
 
 /* Why a row of the last step has the status EIO or EFORMAT: "layer 3, expert 17: the file ends
- * inside it". Empty for any other row. */
+ * inside it"; "layer 3: .." where it is the layer's own weights. Empty for any other row. */
 void cflow_ctx_row_error(const cflow_ctx *ctx, int32_t row, cflow_error *out);
 
 typedef struct { /* what a row asked of the expert cache; an expert is charged to the first row that

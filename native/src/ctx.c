@@ -293,6 +293,7 @@ cflow_status cflow_ctx_open(cflow_ctx **out, const cflow_model *model,
         memory_free(ctx);
         return fail(err, CFLOW_EINVAL, "a model opened with weights_memory has one context");
     }
+    model_hold(model);
     ctx->model = model;
     ctx->options = *options;
     status = open_ctx(ctx, err);
@@ -310,6 +311,7 @@ void cflow_ctx_close(cflow_ctx *ctx) {
     if (ctx->model->ring) atomic_store(&ctx->model->ring->is_taken, 0);
     pool_close(ctx->pool);
     arena_close(&ctx->memory);
+    cflow_model_close((cflow_model *)ctx->model);
     memory_free(ctx);
 }
 

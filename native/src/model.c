@@ -170,6 +170,7 @@ cflow_status model_open(cflow_model **out, const cflow_model_options *options,
                     options->n_threads);
     cflow_model *m = memory_zeroed(1, sizeof *m);
     if (!m) return fail(err, CFLOW_ENOMEM, "no memory for a model");
+    atomic_store(&m->n_holders, 1);
     m->header_only = options->header_only;
     m->as_f32 = options->as_f32;
     m->speculate = options->expert_cache && options->speculate;
@@ -195,8 +196,12 @@ cflow_status cflow_model_open(cflow_model **out, const cflow_model_options *opti
     return model_open(out, options, NULL, err);
 }
 
+void model_hold(const cflow_model *m) {
+    atomic_fetch_add(&((cflow_model *)m)->n_holders, 1);
+}
+
 void cflow_model_close(cflow_model *m) {
-    if (!m) return;
+    if (!m || atomic_fetch_sub(&m->n_holders, 1) > 1) return;
     tier_close(m->tier);
     ring_close(m->ring);
     plan_close(m->plan);

@@ -3,6 +3,8 @@
 #ifndef CFLOW_MODEL_H
 #define CFLOW_MODEL_H
 
+#include <stdatomic.h>
+
 #include "arena.h"
 #include "cflow.h"
 #include "tier.h"
@@ -50,6 +52,7 @@ struct cflow_model {
     uint32_t defer; /* experts of a token that land a layer late */
     cflow_window window;
     uint32_t most_pinned; /* records a step may pin while it waits for others */
+    atomic_int n_holders; /* who opened it, and its contexts */
 };
 
 static inline const cflow_layer *model_layer(const cflow_model *m, uint32_t l) {
@@ -77,6 +80,9 @@ static inline matrix matrix_in_record(const matrix *w, const uint8_t *record) {
 static inline cflow_status record_status(tier_result result) {
     return result == TIER_CUT || result == TIER_ALTERED ? CFLOW_EFORMAT : CFLOW_EIO;
 }
+
+/* Until one more cflow_model_close. */
+void model_hold(const cflow_model *m);
 
 /* How records are read. */
 tier_options tier_options_of(const cflow_model_options *options, uint64_t budget_bytes,
