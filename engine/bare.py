@@ -14,8 +14,8 @@ from cflow.engine.experts import (
     expert_options,
     read_header,
     room_for_experts,
-    weight_bytes,
 )
+from cflow.engine.layer_memory import fix_weights
 from cflow.engine.native import Context, ContextOptions, Model, Row, StepResult, context_memory
 from cflow.engine.reports import Report
 
@@ -51,7 +51,8 @@ def open_bare(
     }
     header = read_header(config)
     bank = ExpertBank.of(header)
-    taken = spare + weight_bytes(header, as_f32=as_f32) - bank.n_bytes
+    weights = fix_weights(config, header, bank)
+    taken = spare + weights.n_bytes
     taken += sum(context_memory(header, **options))
     cache = choose_cache(config, bank, room_for_experts(machine.memory().available, taken))
     model = Model(
@@ -60,6 +61,7 @@ def open_bare(
         as_f32=as_f32,
         defer_experts=config.defer_experts,
         experts=expert_options(config, cache),
+        weights_memory=weights.budget,
         progress=lambda done, total: report("load", done, total),
     )
     return Bare(model, Context(model, **options), threads)

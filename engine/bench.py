@@ -21,6 +21,7 @@ from cflow.engine.config import EngineConfig
 from cflow.engine.disk_probe import probe_disk
 from cflow.engine.errors import CflowError
 from cflow.engine.experts import ExpertBank
+from cflow.engine.layer_memory import pieces
 from cflow.engine.native import Context, Model, Pick, Row, TierStats, const
 from cflow.engine.reports import Report, silent
 
@@ -111,6 +112,32 @@ class Tier:
 
 
 @dataclass(frozen=True)
+class Layers:
+    """Layers of which some stay on disk, and what prefill and one stream's decode read of them."""
+
+    records: int
+    kept: int
+    io: str  # "direct" or "cached"
+    prefill: TierUse
+    decode: TierUse
+    disk_probe_gb_s: float
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "layer_records": self.records,
+            "layers_kept": self.kept,
+            "layer_io": self.io,
+            "layer_reads": self.decode.misses,
+            "layer_disk_bytes": self.decode.disk_bytes,
+            "layer_stall_s": self.decode.stall_s,
+            "layer_disk_probe_gb_s": self.disk_probe_gb_s,
+            "layer_disk_floor_tok_s": self.decode.floor_tok_s(self.disk_probe_gb_s),
+            "prefill_layer_disk_bytes": self.prefill.disk_bytes,
+            "prefill_layer_disk_floor_tok_s": self.prefill.floor_tok_s(self.disk_probe_gb_s),
+        }
+
+
+@dataclass(frozen=True)
 class BenchResult:
     model: str
     quant: str
@@ -127,6 +154,7 @@ class BenchResult:
     resident_bytes: int
     huge_page_ratio: float
     tier: Tier | None  # where experts come from disk
+    layers: Layers | None  # where layers do
 
     @property
     def read_gb_s(self) -> float:
@@ -161,6 +189,7 @@ class BenchResult:
             "resident_bytes": self.resident_bytes,
             "huge_page_ratio": self.huge_page_ratio,
             **(self.tier.to_json() if self.tier else {}),
+            **(self.layers.to_json() if self.layers else {}),
         }
 
 
@@ -189,11 +218,14 @@ def run(
     bench = _Bench(context, model.header.n_tokens, runs, progress)
     bench.warm_up()
     before, disk_before = _probe(threads, progress), _probe_disk(model, config, progress)
-    tiers = [model.tier]
+    layer_disk = _probe_layers(model, config, progress)
+    tiers, layers = [model.tier], [model.layer_tier]
     prefill = bench.prefill(prompt)
     tiers.append(model.tier)
+    layers.append(model.layer_tier)
     decode = bench.decode(1, gen)
     tiers.append(model.tier)
+    layers.append(model.layer_tier)
     rates = [Batch(n, decode if n == 1 else bench.decode(n, gen)) for n in batch]
     after, disk_after = _probe(threads, progress), _probe_disk(model, config, progress)
     memory = model.memory
@@ -213,6 +245,13 @@ def run(
         resident_bytes=memory.resident_bytes,
         huge_page_ratio=memory.huge_bytes / memory.resident_bytes,
         tier=_tier(tiers, runs * prompt, runs * gen, max(disk_before, disk_after)),
+        layers=_layers(
+            model,
+            layers,
+            runs * prompt,
+            runs * gen,
+            max(layer_disk, _probe_layers(model, config, progress)),
+        ),
     )
 
 
@@ -226,6 +265,23 @@ def _tier(
     return Tier(
         records=last.n_records,
         slots=last.n_slots,
+        io="direct" if last.direct_io else "cached",
+        prefill=TierUse.between(first, between, n_prompt),
+        decode=TierUse.between(between, last, n_gen),
+        disk_probe_gb_s=disk_gb_s,
+    )
+
+
+def _layers(
+    model: Model, stats: Sequence[TierStats | None], n_prompt: int, n_gen: int, disk_gb_s: float
+) -> Layers | None:
+    """stats: as above."""
+    first, between, last = stats
+    if model.layer_records is None or first is None or between is None or last is None:
+        return None
+    return Layers(
+        records=last.n_records,
+        kept=model.layer_records.n_kept,
         io="direct" if last.direct_io else "cached",
         prefill=TierUse.between(first, between, n_prompt),
         decode=TierUse.between(between, last, n_gen),
@@ -263,8 +319,20 @@ def _probe_disk(model: Model, config: EngineConfig, report: Report) -> float:
     """GB/s of direct reads of the model's experts, where they come from disk."""
     if model.tier is None:
         return 0.0
+    return _probe_reads(Path(model.path), ExpertBank.of(model), config, report)
+
+
+def _probe_layers(model: Model, config: EngineConfig, report: Report) -> float:
+    """The same of pieces as large as layers, where these come from disk."""
+    if model.layer_tier is None:
+        return 0.0
+    path = Path(model.path)
+    return _probe_reads(path, pieces(path, model.layer_tier.slot_bytes), config, report)
+
+
+def _probe_reads(path: Path, bank: ExpertBank, config: EngineConfig, report: Report) -> float:
     report("disk probe", 0, 1)
-    rate = probe_disk(Path(model.path), ExpertBank.of(model), config.expert_reads) / 1e9
+    rate = probe_disk(path, bank, config.expert_reads) / 1e9
     report("disk probe", 1, 1)
     return rate
 

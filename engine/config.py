@@ -25,11 +25,15 @@ class EngineConfig:
     expert_cache  bytes of memory for experts, or their share of all as in "25%"; the others are read
                   from the file when they are wanted. Without it all experts if they fit beside
                   everything else, or else what fits.
+    weights_memory
+                  bytes of memory for the matrices of layers, or their share of all as in "25%"; the
+                  others are read from the file in every step. Without it all layers.
     expert_io     "direct": past the page cache, where the file system allows it; "cached": through.
     defer_experts of a token's experts so many, those with the least weight, join the stream a layer
                   later: their reads have longer, and the output is another one. 0: as the model says.
     expert_reads, expert_read_rate
-                  bounds that leave others their part of the disk: reads in flight, bytes a second.
+                  bounds that leave others their part of the disk: reads in flight, bytes a second;
+                  for experts, and for layers as well.
     max_queue     requests that may wait beyond those that run.
     max_step_ms   how long a step may get through prefill while others decode.
     stuck_s       a step without any progress for so long is taken as hung; the worker is replaced.
@@ -43,6 +47,7 @@ class EngineConfig:
     kv: str = "f16"
     precision: str = "int8"
     expert_cache: int | str | None = None
+    weights_memory: int | str | None = None
     expert_io: str = "direct"
     defer_experts: int = 0
     expert_reads: int = 2
@@ -60,7 +65,8 @@ class EngineConfig:
         _check_number("kv_memory", self.kv_memory, 1 << 16, 1 << 50)
         _check_choice("kv", self.kv, KV_TYPES)
         _check_choice("precision", self.precision, PRECISIONS)
-        _check_expert_cache(self.expert_cache)
+        _check_share("expert_cache", self.expert_cache)
+        _check_share("weights_memory", self.weights_memory)
         _check_choice("expert_io", self.expert_io, EXPERT_IO)
         _check_number("defer_experts", self.defer_experts, 0, 1024)
         _check_number("expert_reads", self.expert_reads, 1, 64)
@@ -87,14 +93,14 @@ def read_share(text: str) -> float:
     return percent / 100
 
 
-def _check_expert_cache(value: int | str | None) -> None:
+def _check_share(field: str, value: int | str | None) -> None:
     if not isinstance(value, str):
-        return _check_number("expert_cache", value, 1, 1 << 50)
+        return _check_number(field, value, 1, 1 << 50)
     try:
         read_share(value)
     except ValueError:
         raise ConfigError(
-            "expert_cache", f"{value!r} is neither a number of bytes nor a percentage"
+            field, f"{value!r} is neither a number of bytes nor a percentage"
         ) from None
 
 

@@ -92,11 +92,16 @@ def _check_budget(config: EngineConfig, bank: ExpertBank, budget: int) -> None:
             "reads in flight and one more; raise expert_cache, or lower expert_reads, kv_memory or "
             "context",
         )
-    seconds = bank.record_bytes / (config.expert_read_rate or math.inf)
+    check_rate(config, "expert", bank.record_bytes)
+
+
+def check_rate(config: EngineConfig, what: str, n_bytes: int) -> None:
+    """EngineError if expert_read_rate makes one read so slow that it counts as stuck."""
+    seconds = n_bytes / (config.expert_read_rate or math.inf)
     if seconds > config.stuck_s / 2:
         raise EngineError(
             "invalid_request",
-            f"at expert_read_rate {config.expert_read_rate:,} one expert of {bank.record_bytes:,} "
+            f"at expert_read_rate {config.expert_read_rate:,} one {what} of {n_bytes:,} "
             f"bytes takes {seconds:.0f} s, and {config.stuck_s:g} s without progress count as stuck; "
             "raise it",
         )

@@ -21,8 +21,8 @@ from cflow.engine.experts import (
     expert_options,
     read_header,
     room_for_experts,
-    weight_bytes,
 )
+from cflow.engine.layer_memory import fix_weights
 from cflow.engine.messages import Ready
 from cflow.engine.metadata import parse_metadata
 from cflow.engine.native import Context, ContextOptions, Model, context_memory
@@ -61,6 +61,7 @@ def load(config: EngineConfig, report: Report) -> Loaded:
         as_f32=as_f32,
         defer_experts=config.defer_experts,
         experts=expert_options(config, share.expert_cache),
+        weights_memory=share.layers,
         progress=lambda done, total: report("weights", done, total),
     )
     capacity = share.capacity
@@ -86,6 +87,7 @@ def load(config: EngineConfig, report: Report) -> Loaded:
         n_deferred=config.defer_experts,
         notes=(*capacity.notes, *_memory_notes(model), *_expert_notes(model, config)),
         **_expert_facts(model),
+        **_layer_facts(model),
     )
     metadata = parse_metadata(model.metadata, model.header.n_tokens)
     return Loaded(context, model.token_bytes, metadata.eos_ids, ready, experts)
@@ -93,10 +95,11 @@ def load(config: EngineConfig, report: Report) -> Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What goes to KV, and what to experts: 0 for all of them."""
+    """What goes to KV, to experts and to layers; 0 for all of them."""
 
     capacity: Capacity
     expert_cache: int
+    layers: int
 
 
 def share_memory(config: EngineConfig) -> Share:
@@ -107,7 +110,8 @@ def share_memory(config: EngineConfig) -> Share:
     model = read_header(config)
     bank, available = ExpertBank.of(model), machine.memory().available
     bank_bytes = 0 if as_f32 else bank.n_bytes  # what may stay on disk
-    fixed = weight_bytes(model, as_f32=as_f32) - bank_bytes
+    weights = fix_weights(config, model, bank)
+    fixed = weights.n_bytes
     one = _options(config, 1, kv, Capacity(max_context=1, n_kv_blocks=1))
     block_bytes, _ = context_memory(model, **one)
 
@@ -116,12 +120,14 @@ def share_memory(config: EngineConfig) -> Share:
         left = available - fixed - expert_bytes
         if left <= 0 and config.kv_memory is None:
             message = (
-                f"the weights need {fixed + expert_bytes:,} bytes, {available:,} are available"
+                f"the weights need {fixed + expert_bytes:,} bytes, {available:,} are available; "
+                "with weights_memory layers can stay on disk"
             )
             raise EngineError("out_of_memory", message)
         capacity = fit_capacity(config, model.header.context, block_bytes, left)
         taken = fixed + sum(context_memory(model, **_options(config, 1, kv, capacity)))
-        return Share(capacity, choose_cache(config, bank, room_for_experts(available, taken)))
+        cache = choose_cache(config, bank, room_for_experts(available, taken))
+        return Share(capacity, cache, weights.budget)
 
     if config.expert_cache is not None:
         return share(min(asked_cache(config.expert_cache, bank), bank_bytes))
@@ -148,6 +154,8 @@ def _make_a_token(context: Context) -> None:
     context.bind(0, [0])
     status = context.step([Row(0, 0, 0, ROW_LOGITS)]).status
     choice = context.sample([Pick(row=0, temperature=0)])[0]
+    if any(status) and (why := context.row_error(0)):
+        raise EngineError("io_error", why)
     if any(status) or choice.status:
         raise EngineError("numeric", "the model's first logits are not finite numbers")
 
@@ -183,4 +191,16 @@ def _expert_facts(model: Model) -> dict[str, Any]:
         "n_expert_slots": tier.n_slots,
         "expert_bytes": tier.n_slots * tier.slot_bytes,
         "expert_io": "direct" if tier.direct_io else "cached",
+    }
+
+
+def _layer_facts(model: Model) -> dict[str, Any]:
+    """Fields of Ready."""
+    records = model.layer_records
+    if records is None:
+        return {}
+    return {
+        "n_layers": records.n_records,
+        "n_layers_kept": records.n_kept,
+        "layer_step_bytes": records.step_bytes,
     }

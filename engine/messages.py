@@ -156,6 +156,9 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     n_expert_slots: int = 0  # how many of them fit into memory
     expert_bytes: int = 0  # what those take, part of resident_bytes
     expert_io: str = ""  # how the others are read: "direct" or "cached"
+    n_layers: int = 0  # where some stay on disk: of all
+    n_layers_kept: int = 0  # that are always in memory
+    layer_step_bytes: int = 0  # of the others, read in every step
 
 
 class Loading(msgspec.Struct, frozen=True, tag="loading"):

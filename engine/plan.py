@@ -12,6 +12,7 @@ from cflow.engine.config import EngineConfig
 from cflow.engine.disk_probe import probe_disk
 from cflow.engine.errors import EngineError
 from cflow.engine.experts import ExpertBank, weight_bytes
+from cflow.engine.layer_memory import FixedWeights, fix_weights, pieces, step_bytes
 from cflow.engine.loading import share_memory
 from cflow.engine.native import Model
 from cflow.engine.native_types import OpInfo
@@ -45,8 +46,10 @@ class Plan:
     n_experts: int  # of all layers
     expert_bytes: int  # what they take
     expert_cache_bytes: int  # memory for them, part of resident_bytes
-    disk_bytes_per_token: float  # read by one stream if all experts are wanted equally often
-    disk_gb_s: float | None  # direct reads of experts; None where there is nothing to read
+    layer_memory_bytes: int  # set aside for layers, part of resident_bytes; 0: they all stay
+    layer_disk_bytes: int  # of layers, read by every step
+    disk_bytes_per_token: float  # these, and what one stream reads of equally wanted experts
+    disk_gb_s: float | None  # direct reads of such pieces; None where there is nothing to read
     problem: str | None  # why the model does not fit
     kv_bytes_per_token: int
     context: int
@@ -84,15 +87,22 @@ def is_shape(reference: str) -> bool:
     return reference in shape_names() or reference.endswith(".toml")
 
 
-def run(path: Path, expert_cache: int | str | None = None) -> Plan:
-    """The plan of a model file, next to this machine, with a server's defaults but for expert_cache.
+def run(
+    path: Path,
+    expert_cache: int | str | None = None,
+    weights_memory: int | str | None = None,
+) -> Plan:
+    """The plan of a model file, next to this machine, with a server's defaults but for these two.
     Measures memory bandwidth, and the disk where it counts: some seconds."""
     model = Model(str(path), header_only=True)
     info, threads = model.plan, machine.cores().threads
     n_bytes = max(PROBE_BYTES, 4 * machine.cpu().l3_bytes)
-    bank, config = ExpertBank.of(model), EngineConfig(model=str(path), expert_cache=expert_cache)
+    bank = ExpertBank.of(model)
+    config = EngineConfig(model=str(path), expert_cache=expert_cache, weights_memory=weights_memory)
     cache, problem = _expert_cache(config, bank)
-    disk_bytes = _disk_bytes_per_token(model, bank, cache)
+    weights = _fixed_weights(config, model, bank)
+    layer_disk_bytes = step_bytes(config, bank, weights.budget)
+    disk_bytes = layer_disk_bytes + _disk_bytes_per_token(model, bank, cache)
     return Plan(
         model=str(model.metadata.get("name") or path.stem),
         n_stages=info.n_stages,
@@ -101,12 +111,14 @@ def run(path: Path, expert_cache: int | str | None = None) -> Plan:
         layer_bytes=info.layer_bytes,
         critical_path_bytes=info.critical_path_bytes,
         critical_path_closed_form_bytes=info.critical_path_closed_form_bytes,
-        resident_bytes=weight_bytes(model, as_f32=False) - bank.n_bytes + cache,
+        resident_bytes=weights.n_bytes + cache,
         n_experts=bank.n_records,
         expert_bytes=bank.n_bytes,
         expert_cache_bytes=cache,
+        layer_memory_bytes=weights.budget,
+        layer_disk_bytes=layer_disk_bytes,
         disk_bytes_per_token=disk_bytes,
-        disk_gb_s=_probe_disk(path, bank, config) if disk_bytes else None,
+        disk_gb_s=_probe_disk(path, bank, config, weights) if disk_bytes else None,
         problem=problem,
         kv_bytes_per_token=info.kv_bytes_per_token,
         context=model.header.context,
@@ -117,12 +129,16 @@ def run(path: Path, expert_cache: int | str | None = None) -> Plan:
     )
 
 
-def run_shape(shape: str, expert_cache: int | str | None = None) -> Plan:
+def run_shape(
+    shape: str,
+    expert_cache: int | str | None = None,
+    weights_memory: int | str | None = None,
+) -> Plan:
     """The plan of a shape of configs/shapes, in q4_0; no weights are made, so the disk is not known."""
     with tempfile.TemporaryDirectory(prefix="cflow-plan-") as folder:
         path = Path(folder) / f"{Path(shape).stem}.cflow"
         synth_header(shape, path)
-        return run(path, expert_cache)
+        return run(path, expert_cache, weights_memory)
 
 
 def _expert_cache(config: EngineConfig, bank: ExpertBank) -> tuple[int, str | None]:
@@ -135,6 +151,14 @@ def _expert_cache(config: EngineConfig, bank: ExpertBank) -> tuple[int, str | No
         return bank.n_bytes, str(error)
 
 
+def _fixed_weights(config: EngineConfig, model: Model, bank: ExpertBank) -> FixedWeights:
+    """What does not fit is counted in full: _expert_cache says what is wrong."""
+    try:
+        return fix_weights(config, model, bank)
+    except EngineError:
+        return FixedWeights(weight_bytes(model, as_f32=False) - bank.n_bytes)
+
+
 def _disk_bytes_per_token(model: Model, bank: ExpertBank, cache: int) -> float:
     """What one stream misses if every expert is as likely as any other."""
     if cache == bank.n_bytes:
@@ -144,10 +168,14 @@ def _disk_bytes_per_token(model: Model, bank: ExpertBank, cache: int) -> float:
     return n_wanted * (1 - hit_ratio) * bank.n_bytes / bank.n_records
 
 
-def _probe_disk(path: Path, bank: ExpertBank, config: EngineConfig) -> float | None:
+def _probe_disk(
+    path: Path, bank: ExpertBank, config: EngineConfig, weights: FixedWeights
+) -> float | None:
     """GB/s; None for a file without its weights."""
-    if path.stat().st_size <= bank.n_bytes:
+    if path.stat().st_size < Model(str(path), header_only=True).header.file_bytes:
         return None
+    if weights.budget:
+        bank = pieces(path, weights.slot_bytes)
     return probe_disk(path, bank, config.expert_reads) / 1e9
 
 

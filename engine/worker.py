@@ -46,8 +46,8 @@ from cflow.engine.transcript import Transcript
 from cflow.engine.worker_stats import StatsKeeper
 
 STATUS_TEXT = {
-    -3: ("io_error", "an expert could not be read from disk"),
-    -4: ("io_error", "an expert could not be read from disk"),
+    -3: ("io_error", "weights could not be read from disk"),
+    -4: ("io_error", "weights could not be read from disk"),
     -7: ("numeric", "the model's output is not finite for this request"),
 }
 

@@ -120,6 +120,7 @@ ENGINE_KEYS: dict[str, Reader] = {
     "kv": read_text,
     "precision": read_text,
     "expert_cache": read_share_or_size,
+    "weights_memory": read_share_or_size,
     "expert_io": read_text,
     "defer_experts": read_count_or_none,
     "expert_reads": read_count,

@@ -43,9 +43,17 @@ ENGINE_FLAGS: dict[str, Any] = {
             "they are wanted. Default: all if they fit, or else what fits.",
         ),
     ],
+    "weights_memory": Annotated[
+        str | None,
+        _flag(
+            "weights-memory",
+            "Memory for layers, such as 8GiB or 25% of them, the others are read from the file in "
+            "every step: slow, but a dense model may be larger than memory. Default: all.",
+        ),
+    ],
     "expert_io": Annotated[
         str | None,
-        _flag("expert-io", "How they are read: direct, or cached in the kernel's page cache."),
+        _flag("expert-io", "How both are read: direct, or cached in the kernel's page cache."),
     ],
     "defer_experts": Annotated[
         int | None,

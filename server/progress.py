@@ -127,10 +127,13 @@ def announce(engine: Engine, ready: Ready, address: str) -> None:
 
 
 def _experts(ready: Ready) -> str:
-    """How many, where, and what is done differently."""
+    """How many, where, and what is done differently; layers as well."""
     text = f"{ready.n_deferred} experts a token deferred, " if ready.n_deferred else ""
     if ready.n_experts:
         reads = "direct reads" if ready.expert_io == "direct" else "reads through the page cache"
         text += f"{ready.n_expert_slots} of {ready.n_experts} experts in "
         text += f"{ready.expert_bytes / 1e6:.0f} MB, {reads}, "
+    if ready.n_layers:
+        text += f"{ready.n_layers_kept} of {ready.n_layers} layers in memory, "
+        text += f"{ready.layer_step_bytes / 1e6:.0f} MB of the others read in every step, "
     return text

@@ -69,7 +69,7 @@ def synth(
     console.print(f"cflow: wrote {out} ({size(out.stat().st_size)})")
 
 
-@engine_flags("expert_cache")
+@engine_flags("expert_cache", "weights_memory")
 def plan(
     model: Annotated[str, typer.Argument(help="A model, or a shape of configs/shapes.")],
     engine: dict[str, Any],
@@ -78,9 +78,10 @@ def plan(
     """Say what a model needs and how fast it will be here, before loading it."""
     from cflow.engine import plan as planner
 
-    cache = read_engine(model, engine).expert_cache
+    config = read_engine(model, engine)
+    memory = (config.expert_cache, config.weights_memory)
     is_shape = planner.is_shape(model)
-    found = planner.run_shape(model, cache) if is_shape else planner.run(resolve(model), cache)
+    found = planner.run_shape(model, *memory) if is_shape else planner.run(resolve(model), *memory)
     print_json(found.to_json()) if json else _print_plan(found)
 
 
@@ -94,7 +95,7 @@ def _print_plan(plan: Plan) -> None:
                 "weights in memory",
                 f"{size(plan.resident_bytes)}, {fits} in {size(plan.available_bytes)}",
             ),
-            *_expert_rows(plan),
+            *_disk_rows(plan),
             ("KV", f"{size(plan.kv_bytes_per_token)} a token (f16)"),
             ("context", f"{plan.context}; memory holds {plan.context_in_memory} positions in all"),
             (
@@ -127,15 +128,23 @@ def _print_plan(plan: Plan) -> None:
         console.print(f"cflow: {plan.problem}", markup=False)
 
 
-def _expert_rows(plan: Plan) -> list[tuple[str, str]]:
-    if not plan.n_experts:
-        return []
-    share = plan.expert_cache_bytes / plan.expert_bytes
-    rows = [("experts", f"{share:.0%} of {plan.n_experts} in memory, {size(plan.expert_bytes)}")]
+def _disk_rows(plan: Plan) -> list[tuple[str, str]]:
+    rows = []
+    if plan.layer_memory_bytes:
+        text = (
+            f"{size(plan.layer_memory_bytes)} of memory, {size(plan.layer_disk_bytes)} a step read"
+        )
+        rows.append(("layers", text))
+    if plan.n_experts:
+        share = plan.expert_cache_bytes / plan.expert_bytes
+        text = f"{share:.0%} of {plan.n_experts} in memory, {size(plan.expert_bytes)}"
+        rows.append(("experts", text))
     if plan.disk_bytes_per_token:
         disk = f"at {plan.disk_gb_s:.2f} GB/s" if plan.disk_gb_s else "at a speed not known here"
-        text = f"{size(plan.disk_bytes_per_token)} a token if all are wanted equally often, {disk}"
-        rows.append(("read from disk", text))
+        equally = " if all experts are wanted equally often" if plan.n_experts else ""
+        rows.append(
+            ("read from disk", f"{size(plan.disk_bytes_per_token)} a token{equally}, {disk}")
+        )
     return rows
 
 

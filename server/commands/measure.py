@@ -15,10 +15,13 @@ from cflow.server.options import engine_flags, read_engine
 from cflow.server.progress import count_progress
 
 if TYPE_CHECKING:
-    from cflow.engine.bench import BenchResult, Tier
+    from cflow.engine.bench import BenchResult, Layers, Tier
 
 
-BARE_FLAGS = ("threads", "kv", "precision", "expert_cache", "expert_io", "defer_experts", "isa")
+BARE_FLAGS = (
+    "threads", "kv", "precision", "expert_cache", "weights_memory", "expert_io", "defer_experts",
+    "isa",
+)  # fmt: skip
 
 
 def _read_batches(text: str) -> tuple[int, ...]:
@@ -67,6 +70,8 @@ def _print_bench(found: BenchResult) -> None:
     ]
     if found.tier:
         rows += _tier_rows(found.tier)
+    if found.layers:
+        rows += _layer_rows(found.layers)
     table(f"{found.model} ({found.quant})", rows)
 
 
@@ -82,6 +87,20 @@ def _tier_rows(tier: Tier) -> list[tuple[str, str]]:
             + (f": at most {floor:.2f} tokens/s" if floor else ""),
         ),
         ("stalls", f"{1000 * decode.stall_s / decode.tokens:.1f} ms a token"),
+    ]
+
+
+def _layer_rows(layers: Layers) -> list[tuple[str, str]]:
+    decode, disk = layers.decode, layers.disk_probe_gb_s
+    floor = decode.floor_tok_s(disk)
+    return [
+        ("layers", f"{layers.kept} of {layers.records} stay in memory, {layers.io} reads"),
+        (
+            "their disk",
+            f"{size(decode.disk_bytes / decode.tokens)} a token, {disk:.2f} GB/s by direct reads"
+            + (f": at most {floor:.2f} tokens/s" if floor else ""),
+        ),
+        ("their stalls", f"{1000 * decode.stall_s / decode.tokens:.1f} ms a token"),
     ]
 
 

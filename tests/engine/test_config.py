@@ -16,6 +16,8 @@ WRONG: list[tuple[str, Any]] = [
     ("expert_cache", 0),
     ("expert_cache", "25"),
     ("expert_cache", "x%"),
+    ("weights_memory", 0),
+    ("weights_memory", "101%"),
     ("expert_io", "mmap"),
     ("expert_reads", 65),
     ("defer_experts", -1),

@@ -148,4 +148,4 @@ def test_plan_of_what_does_not_fit_at_all(tmp_path: Path, monkeypatch: pytest.Mo
     problem = plan.run(path).problem
     assert problem is not None
     assert problem.startswith("the weights need ")
-    assert problem.endswith(" bytes, 4,096 are available")
+    assert " bytes, 4,096 are available" in problem

@@ -41,7 +41,7 @@ def test_every_key_has_an_environment_name() -> None:
     good: dict[str, Any] = {
         "model": "m", "served_name": "s", "threads": "2", "context": "64", "kv_memory": "1M",
         "expert_cache": "12.5 %", "expert_io": "cached", "expert_reads": "4",
-        "defer_experts": "0",
+        "defer_experts": "0", "weights_memory": "2GiB",
         "expert_read_rate": "500M", "kv": "q8", "precision": "f32", "isa": "scalar", "max_sequences": "4",
         "max_step_tokens": "64", "max_queue": "9", "max_step_ms": "10", "stuck": "5",
         "host": "h", "port": "0", "api_keys": "/k", "max_body": "2M", "ping": "1.5",
@@ -52,6 +52,7 @@ def test_every_key_has_an_environment_name() -> None:
     config = server_config(gather_settings(None, environ, {}))
     assert (config.engine.model, config.engine.kv, config.engine.stuck_s) == ("m", "q8", 5.0)
     assert (config.engine.expert_cache, config.engine.expert_io) == ("12.5%", "cached")
+    assert config.engine.weights_memory == 2 << 30
     assert (config.engine.expert_reads, config.engine.expert_read_rate) == (4, 500 << 20)
     assert (config.port, config.max_body_bytes, config.access_log) == (0, 2 << 20, True)
     assert (config.ping_s, config.drain_timeout_s, config.api_keys) == (1.5, 7.0, Path("/k"))
@@ -64,6 +65,7 @@ def test_every_key_has_an_environment_name() -> None:
         ("threads", 0), ("threads", "two"), ("kv_memory", "lots"), ("kv_memory", -5),
         ("expert_cache", "some"), ("expert_cache", "0%"), ("expert_cache", "101%"),
         ("expert_cache", "nan%"), ("expert_cache", 0), ("expert_read_rate", 0),
+        ("weights_memory", "0%"), ("weights_memory", "lots"),
         ("ping", 0), ("ping", "nan"), ("drain_timeout", "inf"), ("access_log", "maybe"),
         ("host", ""), ("host", 5), ("nope", 1), ("max_body", 0),
     ],

@@ -1,0 +1,90 @@
+"""Layers of which only some stay in memory: what the weights then take of it.
+
+A layer is a record: what a block's matrices take in the file, which every step reads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from cflow.engine.config import EngineConfig, read_share
+from cflow.engine.errors import EngineError
+from cflow.engine.experts import ExpertBank, check_rate, expert_options, weight_bytes
+from cflow.engine.native import LayerRecords, Model, const
+
+EVERYTHING = 1 << 60  # memory that holds any layers
+
+
+@dataclass(frozen=True, slots=True)
+class FixedWeights:
+    """All weights but experts. n_bytes: of memory; budget: what is set aside for layers, 0: they all
+    stay; slot_bytes: of it for one."""
+
+    n_bytes: int
+    budget: int = 0
+    slot_bytes: int = 0
+
+
+def fix_weights(config: EngineConfig, model: Model, bank: ExpertBank) -> FixedWeights:
+    """model: its header. EngineError where weights_memory does not hold what a step needs at once."""
+    as_f32 = config.precision == "f32"
+    everything = FixedWeights(weight_bytes(model, as_f32=as_f32) - (0 if as_f32 else bank.n_bytes))
+    if config.weights_memory is None:
+        return everything
+    if as_f32:
+        message = "weights_memory is set, but f32 keeps all in memory; leave it out"
+        raise EngineError("invalid_request", message)
+    records = _records(config, bank, EVERYTHING)
+    budget = config.weights_memory
+    if isinstance(budget, str):
+        budget = int(read_share(budget) * records.n_records * records.slot_bytes)
+    if budget >= records.n_records * records.slot_bytes:
+        return everything
+    _check_budget(config, records, budget)
+    layers = budget // records.slot_bytes * records.slot_bytes
+    return FixedWeights(_apart_bytes(model) + layers, budget, records.slot_bytes)
+
+
+def step_bytes(config: EngineConfig, bank: ExpertBank, budget: int) -> int:
+    """What every step reads from disk at a budget that fix_weights gave."""
+    return _records(config, bank, budget).step_bytes if budget else 0
+
+
+def pieces(path: Path, slot_bytes: int) -> ExpertBank:
+    """A file's end in pieces as large as layers, to measure the disk with."""
+    n = path.stat().st_size // slot_bytes
+    return ExpertBank(tuple(i * slot_bytes for i in range(n)), slot_bytes, n * slot_bytes)
+
+
+def _records(config: EngineConfig, bank: ExpertBank, budget: int) -> LayerRecords:
+    """Experts on disk may need more layers at once: counted as if they were."""
+    experts = expert_options(config, bank.n_bytes)
+    model = Model(config.model, header_only=True, weights_memory=budget, experts=experts)
+    if model.layer_records is None:
+        raise ValueError(f"a budget of {budget}")
+    return model.layer_records
+
+
+def _apart_bytes(model: Model) -> int:
+    """Embedding, head and vectors."""
+    n = 0
+    for tensor in model.tensors:
+        if not tensor.stripe_rows:
+            n += 4 * tensor.n_cols
+        elif tensor.block == const.CFLOW_MODEL_LEVEL:
+            n += -(-tensor.n_rows // tensor.stripe_rows) * tensor.stripe_stride
+    return n
+
+
+def _check_budget(config: EngineConfig, records: LayerRecords, budget: int) -> None:
+    least = records.n_least * records.slot_bytes
+    if budget < least:
+        raise EngineError(
+            "out_of_memory",
+            f"{budget:,} bytes is the weights_memory, and at least {least:,} are needed: "
+            f"{records.n_least} layers of {records.slot_bytes:,} each, for what a step needs at "
+            f"once and {config.expert_reads} reads in flight; raise weights_memory, or lower "
+            "expert_reads",
+        )
+    check_rate(config, "layer", records.slot_bytes)

@@ -1,0 +1,123 @@
+"""How much of the memory layers get, before anything is loaded."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cflow.engine import bench, native, plan
+from cflow.engine.config import EngineConfig
+from cflow.engine.errors import EngineError
+from cflow.engine.experts import ExpertBank
+from cflow.engine.layer_memory import FixedWeights, fix_weights, step_bytes
+from cflow.engine.native import LayerRecords, Model
+from cflow.engine.synth import synth
+
+MIB = 1 << 20
+SHAPE = """
+architecture = "llama"
+n_layers = 16
+d_model = 512
+vocab_size = 300
+context = 512
+tied = false
+norm_eps = 1e-5
+
+[layer]
+n_heads = 8
+n_kv_heads = 8
+head_dim = 64
+d_ff = 1536
+
+[layer.rope]
+kind = "half"
+dim = 64
+base = 10000.0
+"""
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("layers")
+    (folder / "shape.toml").write_text(SHAPE)
+    synth(str(folder / "shape.toml"), folder / "m.cflow")
+    return folder / "m.cflow"
+
+
+@pytest.fixture(scope="module")
+def records(path: Path) -> LayerRecords:
+    found = Model(str(path), header_only=True, weights_memory=1 << 50).layer_records
+    assert found is not None
+    return found
+
+
+def fixed(path: Path, **settings: Any) -> tuple[FixedWeights, int]:
+    """And what a step then reads."""
+    config = EngineConfig(model=str(path), **settings)
+    model = Model(str(path), header_only=True)
+    bank = ExpertBank.of(model)
+    weights = fix_weights(config, model, bank)
+    return weights, step_bytes(config, bank, weights.budget)
+
+
+def test_without_a_word_all_layers_stay(path: Path, records: LayerRecords) -> None:
+    everything = (FixedWeights(path.stat().st_size), 0)
+    assert fixed(path) == everything
+    assert fixed(path, weights_memory="100%") == everything
+    assert fixed(path, weights_memory=records.n_records * records.slot_bytes) == everything
+
+
+def test_a_budget_is_what_layers_take_beside_embedding_head_and_vectors(
+    path: Path, records: LayerRecords
+) -> None:
+    """q4_0: 18 bytes for 32 weights. 300 rows are padded to 320. Two norms a layer, and the last."""
+    apart = 2 * 320 * 512 * 18 // 32 + 33 * 512 * 4
+    weights, n_read = fixed(path, weights_memory="50%")
+    assert weights.budget == records.n_records * records.slot_bytes // 2
+    assert weights.n_bytes == apart + 8 * records.slot_bytes
+    kept = 8 - records.n_least
+    assert 0 < n_read <= (16 - kept) * records.slot_bytes
+    loaded = Model(str(path), weights_memory=weights.budget)
+    assert loaded.layer_records is not None
+    assert loaded.layer_records.step_bytes == n_read
+    assert loaded.memory.resident_bytes <= weights.n_bytes + 3 * MIB + 2 * 2 * MIB  # whole runs
+
+
+def test_too_little_is_an_error_with_the_numbers(path: Path, records: LayerRecords) -> None:
+    least = records.n_least * records.slot_bytes
+    with pytest.raises(EngineError, match=rf"weights_memory, and at least {least:,} are needed"):
+        fixed(path, weights_memory=least - 1)
+    with pytest.raises(EngineError, match="f32 keeps all in memory"):
+        fixed(path, weights_memory=least, precision="f32")
+    with pytest.raises(EngineError, match=r"one layer of .* bytes takes"):
+        fixed(path, weights_memory=least, expert_read_rate=MIB, stuck_s=2.0)
+
+
+def test_a_plan_reckons_with_the_disk(
+    path: Path, records: LayerRecords, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "probe_bandwidth", lambda *_: 10e9)
+    monkeypatch.setattr(plan, "probe_disk", lambda *_: 1e6)
+    found = plan.run(path, None, "50%")
+    weights, n_read = fixed(path, weights_memory="50%")
+    assert (found.resident_bytes, found.layer_memory_bytes) == (weights.n_bytes, weights.budget)
+    assert found.layer_disk_bytes == found.disk_bytes_per_token == n_read
+    assert found.predicted_decode_tok_s == pytest.approx(1e6 / n_read)
+    too_little = plan.run(path, None, records.slot_bytes)
+    assert too_little.problem is not None
+    assert "at least" in too_little.problem
+
+
+def test_a_bench_counts_what_it_reads(path: Path, records: LayerRecords) -> None:
+    """Each token wants each layer that does not stay once."""
+    config = EngineConfig(model=str(path), threads=2, weights_memory="25%")
+    report = bench.run(config, prompt=20, gen=5, batch=(1,), runs=2).to_json()
+    kept = 4 - records.n_least
+    assert (report["layer_records"], report["layers_kept"]) == (16, kept)
+    assert report["layer_reads"] == 2 * 5 * (16 - kept)
+    assert report["layer_disk_bytes"] > 0
+    missed = report["layer_reads"] * records.bytes / records.n_records / 10  # a token, on average
+    floor = report["layer_disk_probe_gb_s"] * 1e9 / missed
+    assert report["layer_disk_floor_tok_s"] == pytest.approx(floor, rel=0.2)
+    everything = bench.run(EngineConfig(model=str(path)), prompt=1, gen=1, batch=(), runs=1)
+    assert not any("layer" in name for name in everything.to_json())
