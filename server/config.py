@@ -28,7 +28,10 @@ def read_size(value: object) -> int:
     if match is None:
         raise ValueError("is not a size such as 512M or 2GiB")
     number, unit = match.groups()
-    return int(float(number) * (1 << _UNITS[unit.upper()]))
+    size = float(number) * (1 << _UNITS[unit.upper()])
+    if math.isinf(size):
+        raise ValueError("is more than any machine has")
+    return int(size)
 
 
 def read_limit(value: object) -> int:
@@ -55,7 +58,12 @@ def read_count(value: object) -> int:
 
 
 def read_count_or_none(value: object) -> int:
-    return 0 if value in (0, "0") and value is not False else read_count(value)
+    if value in (0, "0") and value is not False:
+        return 0
+    try:
+        return read_count(value)
+    except ValueError:
+        raise ValueError("is not a whole number, at least 0") from None
 
 
 def read_port(value: object) -> int:

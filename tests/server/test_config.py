@@ -68,6 +68,7 @@ def test_every_key_has_an_environment_name() -> None:
         ("weights_memory", "0%"), ("weights_memory", "lots"),
         ("ping", 0), ("ping", "nan"), ("drain_timeout", "inf"), ("access_log", "maybe"),
         ("host", ""), ("host", 5), ("nope", 1), ("max_body", 0),
+        ("kv_memory", "9" * 400), ("expert_cache", "9" * 400), ("defer_experts", "-1"),
     ],
 )  # fmt: skip
 def test_bad_values_name_source_key_and_value(tmp_path: Path, key: str, value: Any) -> None:
@@ -131,3 +132,8 @@ def test_what_cannot_be_listened_on_names_the_flag_to_change() -> None:
         listen("127.0.0.1", sock.getsockname()[1])
     with pytest.raises(CflowError, match="another --host"):
         listen("192.0.2.1", 0)
+
+
+def test_a_count_that_may_be_none_says_so() -> None:
+    with pytest.raises(CflowError, match=r"-1.*at least 0"):
+        gather_settings(None, {}, {"defer_experts": -1})
