@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import io
 import math
 import os
 import time
@@ -37,6 +38,11 @@ from cflow.engine.lab.export import export
 N_QUICK_BATCHES = 16  # of the validation text, scored on the way; at the end it is scored whole
 CHECKPOINT_S = 60.0
 
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+Share = Annotated[float, msgspec.Meta(ge=0, lt=1)]
+Seed = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+Name = Annotated[str, msgspec.Meta(pattern=r"^\w[\w.-]*$")]  # of a folder
+
 
 class Training(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How to train. A step is one of the optimiser (AdamW), of batch x context tokens."""
@@ -46,10 +52,10 @@ class Training(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     peak_rate: float
     final_rate: float
     warm_up: Annotated[int, msgspec.Meta(ge=0)]  # steps
-    betas: tuple[float, float]
-    weight_decay: float
-    clip: float
-    dropout: float
+    betas: tuple[Share, Share]
+    weight_decay: Annotated[float, msgspec.Meta(ge=0)]
+    clip: Positive
+    dropout: Share
     balance: float  # weight of the load-balancing loss
     validate_every: Count  # steps
 
@@ -70,10 +76,10 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     text: folder with train.txt and valid.txt; without one, the TinyStories text that cflow brings.
     """
 
-    seeds: list[int]
+    seeds: Annotated[list[Seed], msgspec.Meta(min_length=1)]
     shape: Shape
     training: Training
-    arms: dict[str, Arm]
+    arms: Annotated[dict[Name, Arm], msgspec.Meta(min_length=1)]
     text: str | None = None
 
 
@@ -138,20 +144,23 @@ def train(
     config: Config, out: Path, *, n_threads: int, device: str = "", watch: Watch = lambda _: None
 ) -> Path:
     """Trains what OUT has no result of; the path of results.json. device: "" takes CUDA if there.
-    LabError if OUT has runs with other settings."""
+    LabError if OUT has runs with other settings, or cannot be written."""
     keep_freed_memory()
     torch.set_num_threads(n_threads)
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = _device(device)
     folder = Path(config.text) if config.text else corpus.BUNDLED
     text = corpus.load(folder, config.shape.vocab_size)
-    for run in runs_of(config):
-        with _held(out / run.folder) as ours:
-            if ours:
-                _keep_settings(run, out / run.folder)
-            if ours and not (out / run.folder / "result.json").exists():
-                Trainer(run, out / run.folder, text, device).run(watch)
-    with _held(out, wait=True):  # the last to come sees the runs of all
-        return collect(config, out, text, device)
+    try:
+        for run in runs_of(config):
+            with _held(out / run.folder) as ours:
+                if ours:
+                    _keep_settings(run, out / run.folder)
+                if ours and not (out / run.folder / "result.json").exists():
+                    Trainer(run, out / run.folder, text, device).run(watch)
+        with _held(out, wait=True):  # the last to come sees the runs of all
+            return collect(config, out, text, device)
+    except OSError as error:
+        raise LabError(f"{out}: {error}") from None
 
 
 def collect(config: Config, out: Path, text: Corpus, device: str) -> Path:
@@ -193,7 +202,7 @@ class Trainer:
         torch.manual_seed(run.seed)
         try:
             self._model = build(run.arm, run.shape, how.dropout).to(device)
-        except ValueError as error:
+        except (ValueError, RuntimeError) as error:  # also of memory
             raise LabError(f"{run.folder}: {error}") from None
         self._optimiser = torch.optim.AdamW(
             parameter_groups(self._model, how.weight_decay), betas=how.betas, fused=True
@@ -350,6 +359,13 @@ def keep_freed_memory() -> None:
         mallopt(mmap_threshold, 2**30)
 
 
+def _device(name: str) -> str:
+    has_cuda = torch.cuda.is_available()
+    if name not in ("", "cpu", "cuda") or (name == "cuda" and not has_cuda):
+        raise LabError(f"device {name!r}: this machine has cpu{' and cuda' if has_cuda else ''}")
+    return name or ("cuda" if has_cuda else "cpu")
+
+
 def _n_scored(text: Corpus, context: int) -> int:
     return (len(text.valid) - 1) // context * context
 
@@ -381,9 +397,10 @@ def _held(folder: Path, *, wait: bool = False) -> Iterator[bool]:
 
 
 def _save_torch(path: Path, value: Any) -> None:
-    part = path.with_suffix(".part")
-    torch.save(value, part)
-    os.replace(part, path)
+    # Through memory: on a full disk torch raises what no one can tell from a bug.
+    data = io.BytesIO()
+    torch.save(value, data)
+    _write(path, data.getvalue())
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -187,6 +187,14 @@ def test_the_bundled_text_and_configuration() -> None:
         ("n_heads = 4", "n_heads = 0", "n_heads"),
         ("passes = 3", "passes = 0", "passes"),
         ("[shape]", "[shape", r"x\.toml"),
+        ("seeds = ", "seeds = []  # ", "seeds"),
+        ("seeds = ", "seeds = [-1]  # ", "seeds"),
+        ("seeds = ", "seeds = [9223372036854775808]  # ", "seeds"),
+        ("betas = [0.9, 0.95]", "betas = [0.9, 1.0]", "betas"),
+        ("weight_decay = 0.1", "weight_decay = -1.0", "weight_decay"),
+        ("clip = 1.0", "clip = 0.0", "clip"),
+        ("dropout = 0.0", "dropout = 1.5", "dropout"),
+        ("sequential = {}", '"../evil" = {}', "arms"),
     ],
 )
 def test_wrong_configurations_are_named(tmp_path: Path, old: str, new: str, named: str) -> None:
@@ -204,6 +212,25 @@ def test_sizes_that_make_no_model_are_named(text: Path, tmp_path: Path) -> None:
         run(replace(wrong, shape=replace(wrong.shape, n_experts=2, top_k=3)), tmp_path)
     with pytest.raises(LabError, match=r"thirds-s0: .*cannot be 3 passes"):
         run(config(text, thirds=Arm(passes=3)), tmp_path)
+
+
+def test_a_device_that_is_not_there_is_named(text: Path, tmp_path: Path) -> None:
+    with pytest.raises(LabError, match="'gpu0': this machine has cpu"):
+        train.train(config(text), tmp_path, n_threads=1, device="gpu0")
+
+
+def test_a_folder_that_cannot_be_written_is_named(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "file"
+    out.write_text("")
+    with pytest.raises(LabError, match=r"file: .*Not a directory"):
+        run(config(text), out)
+
+
+def test_a_disk_that_fills_ends_the_run(text: Path, tmp_path: Path) -> None:
+    (tmp_path / "combined-s0").mkdir()
+    (tmp_path / "combined-s0" / "best.part").symlink_to("/dev/full")
+    with pytest.raises(LabError, match="No space left on device"):
+        run(config(text), tmp_path)
 
 
 def test_a_vocabulary_that_the_text_does_not_give(text: Path) -> None:
