@@ -17,6 +17,7 @@ from cflow.engine.lab.committed import (
     quality,
     training_text,
 )
+from cflow.engine.lab.errors import LabError
 from cflow.engine.lab.measurements import (
     ARMS,
     L1_CACHES,
@@ -59,9 +60,12 @@ def write_claims(
 
     Needs the programs that `make claims` builds in build/bench. big_folder: where to make the models
     of some 17 GB, whose committed figures are measured again; None: they are taken as they are.
-    LabError: a program is missing or fails, or a file of docs/results is not what it should be.
+    LabError: root is no checkout, a program is missing or fails, or a file of docs/results is not
+    what it should be.
     """
     root = root.resolve()
+    if not (root / "docs").is_dir():
+        raise LabError(f"{root} is not the root of a checkout: it has no docs")
     sizes, threads = sizes or Sizes.of_machine(), threads or machine.cores().threads
     here = machine_text(threads)
     big_models = root / "docs/results/big_models.json"

@@ -373,6 +373,11 @@ def table_of(path: Path) -> list[list[str]]:
     ]
 
 
+def test_a_folder_that_is_no_checkout_is_named(tmp_path: Path) -> None:
+    with pytest.raises(LabError, match=r"is not the root of a checkout"):
+        claims.write_claims(tmp_path, threads=1)
+
+
 def test_the_page_has_a_row_for_every_claim(
     checkout: Path, monkeypatch: pytest.MonkeyPatch, probe: None
 ) -> None:
