@@ -218,6 +218,8 @@ class Engine:
 
     def _become_ready(self, ready: Ready) -> None:
         self.ready, self.loading, self.failure = ready, None, None
+        if self._was_ready:
+            log.info("the worker answers again, loaded in %.1f s", ready.load_s)
         self._was_ready = True
         if self.state not in ("draining", "closed"):
             self._set_state("ready")
@@ -241,7 +243,8 @@ class Engine:
             self.restarts += 1
             if time.monotonic() - started > LONG_LIFE_S:
                 delay_s = FIRST_DELAY_S
-            log.error("%s; starting again in %g s", self.failure, delay_s)
+            if self._was_ready:  # else wait_ready tells it, and its caller decides
+                log.error("%s; starting again in %g s", self.failure, delay_s)
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, LAST_DELAY_S)
 
