@@ -172,14 +172,16 @@ def main() -> None:
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     old = json.loads(RESULTS.read_text())["runs"] if RESULTS.exists() else []
-    runs = {run["case"]: run for run in old}
+    reads = EngineConfig(model="").expert_reads
+    runs = {(run["case"], run["expert_reads"]): run for run in old}
     for case in CASES:
         if case.name not in args.cases:
             continue
         path = args.folder / f"{case.shape}.cflow"
         if not path.exists():
             synth(case.shape, path)
-        runs[case.name] = run = measure(case, path)
+        run = measure(case, path) | {"expert_reads": reads}
+        runs[case.name, reads] = run
         print(json.dumps(run, indent=2))
         RESULTS.write_text(json.dumps(_results(list(runs.values())), indent=2) + "\n")
 
