@@ -480,9 +480,7 @@ class _Cell:
         report(rounds)
         n = len(case.tokens)
         ms = {f"{arm}_ms": tuple(1e3 * s / n for s in seconds) for arm, seconds in found.items()}
-        used = replace(
-            after, reads=after.reads - before.reads, read_ns=after.read_ns - before.read_ns
-        )
+        n_reads, read_s = after.reads - before.reads, (after.read_ns - before.read_ns) / 1e9
         disk = Disk(
             max(tiers.interval_s, statistics.median(one.each_s for one in reads)),
             statistics.median(one.read_s for one in reads),
@@ -496,9 +494,9 @@ class _Cell:
             experts=case.chosen,
             slots=tiers.slots,
             records=self.file.bank.n_records,
-            misses=used.reads / (n * rounds),
+            misses=(after.misses - before.misses) / (n * rounds),
             hits=(after.hits - before.hits) / (n * rounds),
-            io_eff_ms=1e3 * max(used.read_ns / 1e9, used.reads * tiers.interval_s) / (n * rounds),
+            io_eff_ms=1e3 * max(read_s, n_reads * tiers.interval_s) / (n * rounds),
             read_ms=1e3 * disk.read_s,
             wake_ms=1e3 * disk.wake_s,
             stolen_ms=1e3 * disk.stolen_s,
