@@ -19,11 +19,11 @@ from cflow.engine.lab.committed import (
 )
 from cflow.engine.lab.errors import LabError
 from cflow.engine.lab.measurements import (
-    ARMS,
     L1_CACHES,
     LAYOUTS,
     MIB,
     N_EXPERTS,
+    PLANNED_ARMS,
     Bench,
     Experts,
     Groups,
@@ -37,12 +37,14 @@ from cflow.engine.lab.overlap import ARMS as OVERLAP_ARMS
 from cflow.engine.lab.overlap import RESULTS as OVERLAP_RESULTS
 from cflow.engine.lab.overlap import Overlap
 from cflow.engine.lab.page import HERE, NOT_YET, Claim, page, table
-from cflow.engine.lab.results import BigModels, Training
+from cflow.engine.lab.results import BigModels, Trained
 from cflow.engine.reports import Report, silent
 
 ITSELF = "`cflow lab claims`"
 BY_HALVES = 0.5 * 32 / 18  # a q4_0 weight takes 18 / 32 bytes; the paper counts 0.5
 NO_STREAM = "cannot be judged here yet: only experts come from disk, no whole layers"
+MEMORY_BOUND = 0.8  # of the probe: what a kernel reaches whose limit is the memory
+FOLLOWS = 0.8  # of the bytes saved: what must be saved in time
 NET, LAW, RECURSION = 1.75, 0.01, 0.03  # what the overlap must show
 STOCK = ("smollm2-135m", "olmoe-1b-7b", "qwen3-30b-a3b")
 UNDELAYED, DELAYED = "parallel", "arch2_4_combined"
@@ -72,7 +74,7 @@ def write_claims(
     if big_folder is not None:
         measure_big_models(big_models, big_folder, here, threads, report)
     big = results.read(big_models, BigModels)
-    training = results.read(root / "docs/results/training.json", Training)
+    training = results.read(root / "docs/results/training.json", Trained)
     overlap = results.read(root / OVERLAP_RESULTS, Overlap)
     claims = [
         *measured_claims(Bench(root, sizes, threads, report), training, overlap),
@@ -93,11 +95,9 @@ def machine_text(threads: int) -> str:
     )
 
 
-def measured_claims(
-    bench: Bench, training: Training | None, overlap: Overlap | None
-) -> list[Claim]:
+def measured_claims(bench: Bench, training: Trained | None, overlap: Overlap | None) -> list[Claim]:
     """Claims 1 to 7. Memory is probed before and after the kernels run."""
-    small = {arm: bench.published_shape(arm, 512) for arm in ARMS}
+    small = {arm: bench.published_shape(arm, 512) for arm in PLANNED_ARMS}
     plans = {name: planned(name) for name in STOCK}
     shapes = {arm: planned(str(path)) for arm, path in small.items()}
     probes = [bench.probe_gb_s()]
@@ -153,7 +153,7 @@ def experts_claim(found: Experts, plans: Mapping[str, Planned]) -> Claim:
         if p.plan.bytes_per_token < p.file_bytes / 2
     )
     head = ("experts read", "MB a token", "ms a token", "fewer bytes", "faster")
-    holds = all(faster[k] > 0.6 * fewer[k] for k in (8, every))
+    holds = faster[8] > FOLLOWS * fewer[8]
     return Claim(
         name="1. Conditional expert loading",
         published="proven; no figure known",
@@ -239,7 +239,12 @@ def kernels_claim(groups: Groups, probe_gb_s: float, command: str) -> Claim:
             f"{isa} {l2[isa].median:.1f} GB/s out of L2, {ram[isa].median:.1f} out of RAM"
             for isa in l2
         )
-        verdict = "holds" if l2["avx2"].beats(l2["scalar"]) else "does not"
+        share = ram["avx2"].median / probe_gb_s
+        verdict = (
+            "holds: the memory is its limit"
+            if share >= MEMORY_BOUND
+            else f"in part: {share:.2f} of what the memory gives"
+        )
     head = ("kernel", "GB/s out of L2", "GB/s out of RAM", "of the probe")
     return Claim(
         name="3. AVX2 Q4 kernels",
@@ -364,7 +369,7 @@ def schedule_claim(
     shapes: Mapping[str, Planned],
     bus: Mapping[str, Samples],
     d_bus: int,
-    training: Training | None,
+    training: Trained | None,
     overlap: Overlap | None,
     command: str,
 ) -> Claim:

@@ -16,8 +16,8 @@ from cflow.engine.lab.results import (
     BigModels,
     BigRun,
     Rate,
-    TrainedModel,
-    Training,
+    Result,
+    Trained,
     difference,
     mean_perplexity,
 )
@@ -35,7 +35,7 @@ BIG_SHAPES = ("arch2_4_8k_16l", "qwen3-30b-a3b")
 BIG_PROMPT, BIG_GEN = 16, 32
 
 
-def quality(training: Training | None) -> str:
+def quality(training: Trained | None) -> str:
     """What arch2_4_combined costs, against the baseline and against the best arm."""
     if training is None:
         return NOT_YET
@@ -46,7 +46,7 @@ def quality(training: Training | None) -> str:
     return "; ".join(said) or NOT_YET
 
 
-def training_text(training: Training | None) -> str:
+def training_text(training: Trained | None) -> str:
     """What the delays cost: arms against the sequential baseline, and the grid that separates them."""
     if training is None:
         return f"What the delays cost in perplexity is {NOT_YET} (`cflow lab train`)."
@@ -93,16 +93,16 @@ figures are in `docs/results/training.json`.
 {grid(training)}"""
 
 
-def effects(training: Training) -> str:
+def effects(training: Trained) -> str:
     """One knob at a time, where the arms that differ in it alone were trained."""
     found = [(knob, a, b, difference(training, a, b)) for knob, a, b in KNOBS]
     said = (f"- {knob}: {d.text()} ({a} against {b})" for knob, a, b, d in found if d is not None)
     return "One change at a time, in perplexity:\n\n" + "\n".join(said)
 
 
-def grid(training: Training) -> str:
+def grid(training: Trained) -> str:
     """Perplexity by dense source against anchor and delay, of the arms that differ in nothing else."""
-    cells: dict[tuple[str, str, int], list[TrainedModel]] = {}
+    cells: dict[tuple[str, str, int], list[Result]] = {}
     for run in training.runs:
         arm = run.arm
         if (arm.passes, arm.streams, arm.residual_scale) == (1, "one", 1.0):

@@ -24,6 +24,7 @@ import msgspec
 
 from cflow.engine import machine, native
 from cflow.engine.errors import CflowError
+from cflow.engine.lab.arms import ARMS
 from cflow.engine.lab.errors import LabError
 from cflow.engine.native import Context, Model, Row, const
 from cflow.engine.native_types import PlanInfo
@@ -39,13 +40,8 @@ L1_CACHES = {"32 KiB": "32768,8,64", "48 KiB": "49152,12,64"}  # bytes, ways, by
 LAYOUTS = ("row_major", "by_tile", "tiled")
 ACTIVATIONS = ("f32", "int8")
 
-# What reads what: dense source, expert anchor, expert delay.
-ARMS = {
-    "sequential": ("post_attention", "post_attention", 0),
-    "parallel": ("x_in", "x_in", 0),
-    "arch2_4_combined": ("x_in_previous", "x_in", 2),
-    "arch4_async_experts": ("post_attention", "x_in", 2),
-}
+TIMED_ARMS = ("sequential", "parallel", "arch2_4_combined")
+PLANNED_ARMS = (*TIMED_ARMS, "arch4_async_experts")
 
 
 @dataclass(frozen=True)
@@ -204,11 +200,10 @@ class Bench:
 
     def shared_bus(self) -> dict[str, Samples]:
         """ms a token by arm: models of the same bytes."""
-        names = [name for name in ARMS if name != "arch4_async_experts"]
         decoders: dict[str, Decoder] = {}
         with tempfile.TemporaryDirectory(prefix="cflow-claims-") as folder:
             try:
-                for name in names:
+                for name in TIMED_ARMS:
                     shape = self.published_shape(name, self.sizes.d_bus)
                     decoders[name] = self._decoder(shape, Path(folder))
                 arms = {name: decoder.ms for name, decoder in decoders.items()}
@@ -298,7 +293,7 @@ def planned(shape: str) -> Planned:
 def shape_text(
     arm: str, d: int, n_layers: int, *, d_ff: int, n_experts: int, top_k: int, d_expert: int
 ) -> str:
-    dense_source, anchor, delay = ARMS.get(arm, ARMS["sequential"])
+    reads = ARMS.get(arm, ARMS["sequential"])
     head_dim = min(64, d)
     return f"""\
 architecture = "{arm}"
@@ -320,9 +315,9 @@ n_experts = {n_experts}
 top_k = {top_k}
 d_expert = {d_expert}
 renormalise = true
-dense_source = "{dense_source}"
-expert_anchor = "{anchor}"
-expert_delay = {delay}
+dense_source = "{reads.dense_source}"
+expert_anchor = "{reads.expert_anchor}"
+expert_delay = {reads.expert_delay}
 
 [layer.rope]
 kind = "half"

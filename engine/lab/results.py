@@ -10,50 +10,35 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
+from cflow.engine.lab.arms import Arm, Shape
 from cflow.engine.lab.errors import LabError
 
 T = TypeVar("T")
 
 
-class Arm(msgspec.Struct, frozen=True):
-    """What reads what, as engine/lab/architectures.py has it."""
+class Result(msgspec.Struct, frozen=True):
+    """A trained model. Loss in nats a token, over all validation tokens, of the best checkpoint."""
 
-    dense_source: str
-    expert_anchor: str
-    expert_delay: int
-    residual_scale: float
-    passes: int
-    streams: str
-
-
-class Shape(msgspec.Struct, frozen=True):
-    d_model: int
-    n_layers: int
-    n_experts: int
-    top_k: int
-
-
-class TrainedModel(msgspec.Struct, frozen=True):
     name: str
     arm: Arm
     seed: int
     n_params: int
-    valid_perplexity: float
     valid_loss: float
+    valid_perplexity: float
     n_tokens: int  # trained on
     seconds: float
 
 
-class Training(msgspec.Struct, frozen=True):
-    """training.json: every arm with the same seeds, shape, start and batches."""
+class Trained(msgspec.Struct, frozen=True):
+    """training.json: every arm with the same seeds, shape, start and batches. training: settings."""
 
     machine: str
     shape: Shape
     training: dict[str, Any]
     n_valid_tokens: int
-    runs: Annotated[tuple[TrainedModel, ...], msgspec.Meta(min_length=1)]
+    runs: Annotated[tuple[Result, ...], msgspec.Meta(min_length=1)]
 
-    def of(self, name: str) -> dict[int, TrainedModel]:
+    def of(self, name: str) -> dict[int, Result]:
         """Runs of an arm by seed."""
         return {run.seed: run for run in self.runs if run.name == name}
 
@@ -62,7 +47,7 @@ class Training(msgspec.Struct, frozen=True):
         return list(dict.fromkeys(run.name for run in self.runs))
 
 
-def mean_perplexity(runs: Iterable[TrainedModel]) -> float:
+def mean_perplexity(runs: Iterable[Result]) -> float:
     return statistics.fmean(run.valid_perplexity for run in runs)
 
 
@@ -93,7 +78,7 @@ class Difference:
         )
 
 
-def difference(training: Training, name: str, other: str) -> Difference | None:
+def difference(training: Trained, name: str, other: str) -> Difference | None:
     """None: no seed in common."""
     ours, theirs = training.of(name), training.of(other)
     seeds = sorted(ours.keys() & theirs.keys())

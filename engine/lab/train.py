@@ -29,11 +29,13 @@ from torch.nn import functional as F
 
 from cflow.engine import machine
 from cflow.engine.lab import corpus
-from cflow.engine.lab.architectures import Arm, Count, Pipeline, Shape, build, n_parameters
+from cflow.engine.lab.architectures import Pipeline, build, n_parameters
+from cflow.engine.lab.arms import Arm, Count, Shape
 from cflow.engine.lab.corpus import Corpus
 from cflow.engine.lab.curves import draw_arms, draw_curve
 from cflow.engine.lab.errors import LabError
 from cflow.engine.lab.export import export
+from cflow.engine.lab.results import Result, Trained
 
 N_QUICK_BATCHES = 16  # of the validation text, scored on the way; at the end it is scored whole
 CHECKPOINT_S = 60.0
@@ -97,19 +99,6 @@ class Run(msgspec.Struct, frozen=True):
         return f"{self.name}-s{self.seed}"
 
 
-class Result(msgspec.Struct, frozen=True):
-    """A finished run. Loss in nats a token, over all validation tokens, of the best checkpoint."""
-
-    name: str
-    arm: Arm
-    seed: int
-    n_params: int
-    valid_loss: float
-    valid_perplexity: float
-    n_tokens: int  # seen in training
-    seconds: float
-
-
 class Report(msgspec.Struct, frozen=True):
     """How far a run is. loss: of the last batch, nats a token."""
 
@@ -168,13 +157,13 @@ def collect(config: Config, out: Path, text: Corpus, device: str) -> Path:
     folders = [out / run.folder for run in runs_of(config)]
     done = [folder for folder in folders if (folder / "result.json").exists()]
     runs = [msgspec.json.decode((f / "result.json").read_bytes(), type=Result) for f in done]
-    results = {
-        "machine": machine.cpu().model if device == "cpu" else torch.cuda.get_device_name(),
-        "shape": config.shape,
-        "training": config.training,
-        "n_valid_tokens": _n_scored(text, config.shape.context),
-        "runs": runs,
-    }
+    results = Trained(
+        machine=machine.cpu().model if device == "cpu" else torch.cuda.get_device_name(),
+        shape=config.shape,
+        training=msgspec.structs.asdict(config.training),
+        n_valid_tokens=_n_scored(text, config.shape.context),
+        runs=tuple(runs),
+    )
     path = out / "results.json"
     _write(path, msgspec.json.format(msgspec.json.encode(results)))
     logs: dict[str, list[Path]] = {}

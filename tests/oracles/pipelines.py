@@ -2,8 +2,9 @@
 
 import torch
 
-from cflow.engine.lab.architectures import Arm, Pipeline, Shape
+from cflow.engine.lab.architectures import Pipeline
 from cflow.engine.lab.architectures import build as build_arm
+from cflow.engine.lab.arms import Arm, Shape
 from oracles import tiny
 
 SHAPE = Shape(

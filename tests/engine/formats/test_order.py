@@ -9,7 +9,7 @@ import pytest
 from cflow.engine import synth
 from cflow.engine.convert import convert
 from cflow.engine.errors import ModelError
-from cflow.engine.lab.architectures import ARMS
+from cflow.engine.lab.arms import ARMS
 from cflow.engine.lab.export import export
 from cflow.engine.native import Model, crc32c
 from makefiles.safetensors_file import tiny_folder

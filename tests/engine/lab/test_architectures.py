@@ -5,16 +5,8 @@ import torch
 from msgspec.structs import replace
 from torch.nn import functional as F
 
-from cflow.engine.lab.architectures import (
-    ARMS,
-    Arm,
-    Output,
-    Pipeline,
-    Routing,
-    Shape,
-    build,
-    n_parameters,
-)
+from cflow.engine.lab.architectures import Output, Pipeline, Routing, build, n_parameters
+from cflow.engine.lab.arms import ARMS, Arm, Shape
 from oracles import pipelines
 
 SMALL = Shape(

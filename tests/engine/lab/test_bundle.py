@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cflow.engine.lab.architectures import ARMS
+from cflow.engine.lab.arms import ARMS
 from cflow.engine.lab.bundle import bundle
 from cflow.engine.lab.errors import LabError
 from cflow.engine.lab.export import export

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from cflow.engine.convert import convert
 from cflow.engine.errors import ModelError
-from cflow.engine.lab.architectures import ARMS, Arm, Output, Pipeline
+from cflow.engine.lab.architectures import Output, Pipeline
+from cflow.engine.lab.arms import ARMS, Arm
 from cflow.engine.lab.errors import LabError
 from cflow.engine.lab.export import export
 from oracles import pipelines, running, tiny

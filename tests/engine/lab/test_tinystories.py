@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 from cflow.engine.hub import BUNDLED_FILE
 from cflow.engine.lab import corpus
-from cflow.engine.lab.architectures import ARMS, Pipeline, Shape, build
+from cflow.engine.lab.architectures import Pipeline, build
+from cflow.engine.lab.arms import ARMS, Shape
 from oracles import running
 from oracles.model_file import MODEL_LEVEL, ModelFile
 

@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 
 from cflow.engine.lab import corpus, train
-from cflow.engine.lab.architectures import ARMS, Arm, Shape, build
+from cflow.engine.lab.architectures import build
+from cflow.engine.lab.arms import ARMS, Arm, Shape
 from cflow.engine.lab.errors import LabError
 from cflow.engine.lab.train import Config, Report, Training
 

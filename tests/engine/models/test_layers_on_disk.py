@@ -8,7 +8,7 @@ import pytest
 from numpy.typing import NDArray
 
 from cflow.engine.convert import convert
-from cflow.engine.lab.architectures import ARMS
+from cflow.engine.lab.arms import ARMS
 from cflow.engine.lab.export import export
 from cflow.engine.native import Context, ExpertOptions, LayerRecords, Model, NativeError, Row
 from cflow.engine.synth import synth

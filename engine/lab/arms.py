@@ -1,0 +1,57 @@
+"""Sizes and arms of the pipeline-native family: what a model is, without PyTorch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+Count = Annotated[int, msgspec.Meta(ge=1)]
+Source = Literal["post_attention", "x_in", "x_in_previous"]
+
+
+class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Sizes of a model, the same for all arms. n_layers: as applied, also where they share weights."""
+
+    vocab_size: Count
+    d_model: Count
+    n_layers: Count
+    n_heads: Count
+    d_ff: Count
+    n_experts: Count
+    top_k: Count
+    d_expert: Count
+    context: Count
+    rope_base: float = 10000.0
+    norm_eps: float = 1e-5
+    v_norm: bool = False
+
+    @property
+    def head_dim(self) -> int:
+        return self.d_model // self.n_heads
+
+
+class Arm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What reads what. passes: times the blocks run, n_layers / passes blocks have weights.
+
+    streams: one for all but arch1 (decoupled) and arch3 (registers).
+    """
+
+    dense_source: Source = "post_attention"
+    expert_anchor: Literal["post_attention", "x_in"] = "post_attention"
+    expert_delay: Annotated[int, msgspec.Meta(ge=0)] = 0
+    residual_scale: float = 1.0
+    passes: Count = 1
+    streams: Literal["one", "decoupled", "registers"] = "one"
+
+
+ARMS = {
+    "sequential": Arm(),
+    "parallel": Arm("x_in", "x_in"),
+    "arch1": Arm(streams="decoupled"),
+    "arch2_4_combined": Arm("x_in_previous", "x_in", 2),
+    "arch2_4_sync": Arm("x_in_previous", "x_in", 0),
+    "arch3": Arm(streams="registers"),
+    "arch4_async_experts": Arm("post_attention", "x_in", 2),
+    "arch5": Arm(passes=3),
+}
