@@ -173,7 +173,7 @@ static op *build_expert_op(builder *b, op_kind kind, uint32_t layer, const char 
     return o;
 }
 
-/* The last layer flushes what would fall past the end (paper.md 2.5). */
+/* The last layer flushes what would fall past the end (docs/delays.md). */
 static uint32_t injection_layer(const builder *b, uint32_t from, uint32_t later) {
     const uint64_t to = (uint64_t)from + model_layer(b->m, from)->expert_delay + later;
     const uint32_t last = b->m->header.n_layers - 1;
