@@ -42,7 +42,6 @@ from cflow.engine.reports import Report, silent
 
 ITSELF = "`cflow lab claims`"
 BY_HALVES = 0.5 * 32 / 18  # a q4_0 weight takes 18 / 32 bytes; the paper counts 0.5
-NO_STREAM = "cannot be judged here yet: only experts come from disk, no whole layers"
 MEMORY_BOUND = 0.8  # of the probe: what a kernel reaches whose limit is the memory
 FOLLOWS = 0.8  # of the bytes saved: what must be saved in time
 NET, LAW, RECURSION = 1.75, 0.01, 0.03  # what the overlap must show
@@ -316,7 +315,7 @@ hints that run 8 KiB ahead of the kernel, over the borders of stripes, are what 
 
 {table(("pieces read", "GB/s"), rows)}
 
-Order on disk waits for whole layers that stream from it (claim 8).""",
+Order on disk is claim 8.""",
     )
 
 
@@ -348,15 +347,15 @@ def prefetch_claim(found: Mapping[int, Groups], command: str) -> Claim:
         f"T0 {t0}, T1 {t1} of no hints ({isa}, {threads} threads, RAM)",
         f"`{command}`",
         HERE,
-        f"in RAM {'the refutation does not hold' if helps else 'refuted here too'}; from storage it "
-        "cannot be judged here yet",
+        f"in RAM {'the refutation does not hold' if helps else 'refuted here too'}; from storage "
+        "not yet measured",
         f"""\
 The engine's kernels with their hints (T0, 8 KiB ahead), with the same hints to the second level (T1) \
 and without any, in GB/s of q4_0 weights from RAM; the second argument of the command is the threads. The \
 paper's hints walked whole regions ahead of a pass that waited for storage, and whole expert regions at \
 30.9B, where removing them won 1.92x; hints that run a fixed way ahead inside the kernel are another \
-thing. An earlier machine preferred T1 (first speeds, docs/decisions.md). The storage-bound half waits for \
-whole layers that stream from disk.
+thing. An earlier machine preferred T1 (first speeds, docs/decisions.md). The storage-bound half needs \
+layers from disk (`--weights-memory`) and is not yet measured.
 
 {table(head, rows)}""",
     )
@@ -427,10 +426,11 @@ def disk_layout_claim() -> Claim:
         ours=NOT_YET,
         command="none yet",
         machine=HERE,
-        verdict=NO_STREAM,
+        verdict="not yet measured: layers can come from disk (`--weights-memory`); both orders are to be "
+        "compared with nothing of the file in memory",
         text="Files in stage order can be written (`cflow convert --order stage`). Experts are read "
-        "record by record, so order does not concern them; what it is worth shows only when whole layers "
-        "stream from disk.",
+        "record by record, so order does not concern them; what it is worth can show only where layers "
+        "come from disk (`cflow bench --weights-memory`).",
     )
 
 

@@ -81,9 +81,10 @@ def training_text(training: Trained | None) -> str:
     return f"""\
 What the delays cost: {len(training.runs)} models (d = {shape.d_model}, {shape.n_layers} layers, {shape.n_experts} \
 experts, top {shape.top_k}) trained on {training.runs[0].n_tokens:,} tokens with \
-seeds {", ".join(map(str, seeds))}, the same start and batches for all arms of a seed; perplexity over \
+seeds {", ".join(map(str, seeds))}, the same batches for all arms of a seed and the same start for all with as \
+many blocks (not arch5); perplexity over \
 {training.n_valid_tokens:,} tokens of validation text. Differences are over equal seeds, mean ± standard \
-deviation; those within it are not separable. Trained on {training.machine} by `cflow lab train`; the \
+deviation; those within it are not separable, and one over {len(seeds)} seeds is itself a guess. Trained on {training.machine} by `cflow lab train`; the \
 figures are in `docs/results/training.json`.
 
 {table(head, rows)}
