@@ -326,8 +326,8 @@ def _probe_layers(model: Model, config: EngineConfig, report: Report) -> float:
     """The same of pieces as large as layers, where these come from disk."""
     if model.layer_tier is None:
         return 0.0
-    path = Path(model.path)
-    return _probe_reads(path, pieces(path, model.layer_tier.slot_bytes), config, report)
+    bank = pieces(model, model.layer_tier.slot_bytes)
+    return _probe_reads(Path(model.path), bank, config, report)
 
 
 def _probe_reads(path: Path, bank: ExpertBank, config: EngineConfig, report: Report) -> float:

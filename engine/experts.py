@@ -35,7 +35,7 @@ _RECORD = np.dtype(
 class ExpertBank:
     """All records of a model. record_bytes: of the largest, and what each takes of the cache."""
 
-    offsets: tuple[int, ...]  # from the start of the bank
+    offsets: tuple[int, ...]  # from the start of the file
     record_bytes: int
     n_bytes: int
 
@@ -43,8 +43,9 @@ class ExpertBank:
     def of(model: Model) -> ExpertBank:
         records = np.frombuffer(model.section(const.SectionId.EXPERTS), _RECORD)
         padded = -(-records["bytes"].astype(np.int64) // 4096) * 4096
+        start, _ = model.place(const.SectionId.EXPERT_BANK)
         return ExpertBank(
-            offsets=tuple(records["offset"].tolist()),
+            offsets=tuple(start + offset for offset in records["offset"].tolist()),
             record_bytes=int(padded.max(initial=0)),
             n_bytes=int(padded.sum()),
         )

@@ -6,7 +6,6 @@ A layer is a record: what a block's matrices take in the file, which every step 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from cflow.engine.config import EngineConfig, read_share
 from cflow.engine.errors import EngineError
@@ -51,10 +50,12 @@ def step_bytes(config: EngineConfig, bank: ExpertBank, budget: int) -> int:
     return _records(config, bank, budget).step_bytes if budget else 0
 
 
-def pieces(path: Path, slot_bytes: int) -> ExpertBank:
-    """A file's end in pieces as large as layers, to measure the disk with."""
-    n = path.stat().st_size // slot_bytes
-    return ExpertBank(tuple(i * slot_bytes for i in range(n)), slot_bytes, n * slot_bytes)
+def pieces(model: Model, slot_bytes: int) -> ExpertBank:
+    """The bank of the layers in pieces as large as one, to measure the disk with."""
+    start, n_bytes = model.place(const.SectionId.RESIDENT)
+    end = start + -(-n_bytes // 4096) * 4096
+    offsets = tuple(range(start, end - slot_bytes + 1, slot_bytes))
+    return ExpertBank(offsets, slot_bytes, len(offsets) * slot_bytes)
 
 
 def _records(config: EngineConfig, bank: ExpertBank, budget: int) -> LayerRecords:

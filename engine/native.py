@@ -261,6 +261,11 @@ class Model:
         data = lib.cflow_model_section(self._handle, section, size)
         return bytes(ffi.buffer(data, size[0])) if data else b""
 
+    def place(self, section: int) -> tuple[int, int]:
+        """Where a section or bank lies in the file, and its bytes without padding."""
+        found = lib.cflow_model_header(self._handle).sections[section]
+        return found.offset, found.bytes
+
     @property
     def metadata(self) -> dict[str, Any]:
         try:

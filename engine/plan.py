@@ -118,7 +118,7 @@ def run(
         layer_memory_bytes=weights.budget,
         layer_disk_bytes=layer_disk_bytes,
         disk_bytes_per_token=disk_bytes,
-        disk_gb_s=_probe_disk(path, bank, config, weights) if disk_bytes else None,
+        disk_gb_s=_probe_disk(model, bank, config, weights) if disk_bytes else None,
         problem=problem,
         kv_bytes_per_token=info.kv_bytes_per_token,
         context=model.header.context,
@@ -169,13 +169,14 @@ def _disk_bytes_per_token(model: Model, bank: ExpertBank, cache: int) -> float:
 
 
 def _probe_disk(
-    path: Path, bank: ExpertBank, config: EngineConfig, weights: FixedWeights
+    model: Model, bank: ExpertBank, config: EngineConfig, weights: FixedWeights
 ) -> float | None:
     """GB/s; None for a file without its weights."""
-    if path.stat().st_size < Model(str(path), header_only=True).header.file_bytes:
+    path = Path(model.path)
+    if path.stat().st_size < model.header.file_bytes:
         return None
     if weights.budget:
-        bank = pieces(path, weights.slot_bytes)
+        bank = pieces(model, weights.slot_bytes)
     return probe_disk(path, bank, config.expert_reads) / 1e9
 
 

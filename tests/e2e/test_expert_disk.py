@@ -81,10 +81,10 @@ def test_a_disk_that_goes_bad_and_heals(server: Server, model: Path) -> None:
     (worker,) = server.workers()
     clean = [text(events) for events in ask_all(server)]
     good = model.read_bytes()
-    bank = len(good) - ExpertBank.of(Model(str(model), header_only=True)).n_bytes
+    bank = ExpertBank.of(Model(str(model), header_only=True))
     with model.open("r+b") as file:
-        file.seek(bank)
-        file.write(bytes(len(good) - bank))
+        file.seek(bank.offsets[0])
+        file.write(bytes(bank.n_bytes))
     for events in ask_all(server):
         assert_failed(events, "io_error")
         assert ", expert " in events[-2]["error"]["message"]

@@ -79,19 +79,33 @@ def test_a_sixteenth_of_the_memory_stays_free() -> None:
     assert room_for_experts(1600, 1000) == 500
 
 
-def test_the_bank_of_a_file(tmp_path: Path) -> None:
-    """The records lie at its end, where their checksums find them."""
-    path = RandomModel([{}, dict(EXPERTS), dict(EXPERTS)]).write(tmp_path / "m.cflow")
+def swap_banks(path: Path) -> None:
+    """Puts the experts before the resident bank, as the section table allows."""
+    data = bytearray(path.read_bytes())
+    resident, experts = (72 + 24 * section for section in (7, 8))  # their entries of the table
+    (start, middle) = (int.from_bytes(data[at : at + 8], "little") for at in (resident, experts))
+    data[start:] = data[middle:] + data[start:middle]
+    data[experts : experts + 8] = start.to_bytes(8, "little")
+    data[resident : resident + 8] = (start + len(data) - middle).to_bytes(8, "little")
+    data[4092:4096] = crc32c(bytes(data[:4092])).to_bytes(4, "little")
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", ["m.cflow", "m.vflow", "experts_first.cflow"])
+def test_the_bank_of_a_file(name: str, tmp_path: Path) -> None:
+    """The records lie where their checksums find them, wherever their section is."""
+    path = RandomModel([{}, dict(EXPERTS), dict(EXPERTS)]).write(tmp_path / name)
+    if name.startswith("experts_first"):
+        swap_banks(path)
     model = Model(str(path), header_only=True)
     bank = ExpertBank.of(model)
     assert bank.n_records == 12
     assert bank.n_bytes == 12 * bank.record_bytes
     assert bank.record_bytes % 4096 == 0
     data = path.read_bytes()
-    start = len(data) - bank.n_bytes
     records = np.frombuffer(model.section(const.SectionId.EXPERTS), "<u4").reshape(12, 8)
     for offset, record in zip(bank.offsets, records, strict=True):
-        content = data[start + offset : start + offset + bank.record_bytes]
+        content = data[offset : offset + bank.record_bytes]
         assert crc32c(content) == record[6]
     assert weight_bytes(model, as_f32=False) == len(data)
 

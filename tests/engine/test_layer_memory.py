@@ -1,5 +1,6 @@
 """How much of the memory layers get, before anything is loaded."""
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,10 @@ from cflow.engine import bench, native, plan
 from cflow.engine.config import EngineConfig
 from cflow.engine.errors import EngineError
 from cflow.engine.experts import ExpertBank
-from cflow.engine.layer_memory import FixedWeights, fix_weights, step_bytes
+from cflow.engine.layer_memory import FixedWeights, fix_weights, pieces, step_bytes
 from cflow.engine.native import LayerRecords, Model
 from cflow.engine.synth import synth
+from oracles.model_file import ModelFile
 
 MIB = 1 << 20
 SHAPE = """
@@ -81,6 +83,18 @@ def test_a_budget_is_what_layers_take_beside_embedding_head_and_vectors(
     assert loaded.layer_records is not None
     assert loaded.layer_records.step_bytes == n_read
     assert loaded.memory.resident_bytes <= weights.n_bytes + 3 * MIB + 2 * 2 * MIB  # whole runs
+
+
+def test_pieces_to_measure_the_disk_with_are_of_the_bank_of_the_layers(
+    path: Path, records: LayerRecords
+) -> None:
+    start, n_bytes = ModelFile(path).sections[7]
+    bank = pieces(Model(str(path), header_only=True), records.slot_bytes)
+    assert bank.offsets[0] == start
+    assert all(b - a == records.slot_bytes for a, b in pairwise(bank.offsets))
+    left = start + n_bytes - bank.offsets[-1] - bank.record_bytes
+    assert -4096 < left < records.slot_bytes
+    assert bank.n_bytes == len(bank.offsets) * records.slot_bytes
 
 
 def test_too_little_is_an_error_with_the_numbers(path: Path, records: LayerRecords) -> None:
