@@ -5,6 +5,7 @@
 
 #include "expect.h"
 #include "model.h"
+#include "temporary.h"
 #include "tiny_file.h"
 
 typedef unsigned long long ull;
@@ -587,10 +588,7 @@ static void no_lie_crashes(const tiny_image *image) {
 }
 
 int main(void) {
-    snprintf(path, sizeof path, "/tmp/cflow-test-XXXXXX");
-    const int fd = mkstemp(path);
-    if (fd < 0) return 1;
-    close(fd);
+    const int fd = temporary_file(path);
     tiny f = tiny_open();
     const tiny_image image = tiny_write(&f);
     write_image(&image);
@@ -608,7 +606,7 @@ int main(void) {
     missing_tensors_are_named(&f, &image);
     no_lie_crashes(&image);
     gives_back_what_was_written(&f); /* the tests left the file as it was */
-    unlink(path);
+    close(fd);
     free(image.data);
     tiny_close(&f);
     printf(failed ? "file: failed\n" : "file: ok\n");

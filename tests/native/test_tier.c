@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include "expect.h"
+#include "temporary.h"
 #include "tier.h"
 
 enum { PAGE = 4096, MAX_RECORDS = 16, MAX_BYTES = 5 * PAGE, LOG = 64 };
@@ -15,6 +16,7 @@ enum { PAGE = 4096, MAX_RECORDS = 16, MAX_BYTES = 5 * PAGE, LOG = 64 };
 
 typedef struct {
     char path[64];
+    int own_fd; /* keeps the file */
     uint32_t n;
     tier_record records[MAX_RECORDS];
     uint8_t bytes[MAX_RECORDS][MAX_BYTES];
@@ -47,20 +49,15 @@ static uint32_t crc_bitwise(const uint8_t *data, size_t n) {
 }
 
 static void write_record(const disk *d, uint32_t r) {
-    FILE *f = fopen(d->path, "r+b");
-    CHECK(f && !fseek(f, (long)d->records[r].offset, SEEK_SET) &&
-              fwrite(d->bytes[r], 1, d->records[r].bytes, f) == d->records[r].bytes,
-          "cannot write %s", d->path);
-    if (f) fclose(f);
+    const tier_record *at = &d->records[r];
+    CHECK(pwrite(d->own_fd, d->bytes[r], at->bytes, (off_t)at->offset) == (ssize_t)at->bytes,
+          "cannot write record %u", r);
 }
 
 /* n records of 1, 2, .. pages (all of `pages` if not 0), the last first in the file. */
 static disk *make_disk(uint32_t n, uint32_t pages) {
     disk *d = calloc(1, sizeof *d);
-    strcpy(d->path, "/tmp/cflow_tier_XXXXXX");
-    const int fd = mkstemp(d->path);
-    CHECK(fd >= 0, "no temporary file");
-    close(fd);
+    d->own_fd = temporary_file(d->path);
     pthread_mutex_init(&d->lock, NULL);
     pthread_cond_init(&d->changed, NULL);
     d->n = n;
@@ -80,7 +77,7 @@ static disk *make_disk(uint32_t n, uint32_t pages) {
 }
 
 static void drop_disk(disk *d) {
-    unlink(d->path);
+    close(d->own_fd);
     free(d);
 }
 
@@ -171,28 +168,37 @@ static void check_log(disk *d, const char *want, int line) {
 /* ---- a tier over it ---- */
 
 static cflow_status open_tier(tier **t, disk *d, int n_threads, uint64_t budget, int cached,
-                              double rate, file *f, cflow_error *err) {
+                              file *f, cflow_error *err) {
     CHECK(!file_open(f, d->path, err), "%s", err->text);
     d->fd = f->fd;
     d->direct_fd = f->direct_fd;
     return tier_open(t, f, d->records, d->n,
                      &(tier_options){.budget_bytes = budget,
                                      .timeout_s = 10,
-                                     .max_bytes_per_s = rate,
+                                     .max_bytes_per_s = d->rate,
                                      .n_threads = n_threads,
                                      .cached = cached,
                                      .hooks = {d, disk_read, disk_now}},
                      err);
 }
 
-/* Of records of one page. */
-static tier *page_tier(disk *d, int n_threads, uint32_t n_slots) {
+static tier *make_tier(disk *d, int n_threads, uint64_t budget, int cached) {
     tier *t;
     file f;
     cflow_error err;
-    const cflow_status s = open_tier(&t, d, n_threads, (uint64_t)n_slots * PAGE, 0, 0, &f, &err);
-    CHECK(s == CFLOW_OK, "%s", err.text);
+    CHECK(!open_tier(&t, d, n_threads, budget, cached, &f, &err), "%s", err.text);
+    CHECK(f.fd == -1 && f.direct_fd == -1, "the file was not taken over");
     return t;
+}
+
+/* Of records of one page. */
+static tier *page_tier(disk *d, int n_threads, uint32_t n_slots) {
+    return make_tier(d, n_threads, (uint64_t)n_slots * PAGE, 0);
+}
+
+static void end(tier *t, disk *d) {
+    tier_close(t);
+    drop_disk(d);
 }
 
 static tier_stats stats_of(tier *t) {
@@ -235,6 +241,13 @@ static void wait_resident(tier *t, uint32_t n) {
 
 static void wait_idle(tier *t) {
     while (stats_of(t).n_loading) sched_yield();
+}
+
+/* Demands records; the read of the first has begun and does not end. */
+static void hold_in_flight(tier *t, disk *d, const uint32_t *records, uint32_t n) {
+    hold(d, records[0], 1);
+    tier_demand(t, records, n, NULL);
+    wait_reads(d, 1);
 }
 
 typedef struct {
@@ -282,11 +295,7 @@ static void gives_the_bytes_of_the_file(int cached, size_t piece, int interrupts
     d->piece = piece;
     d->interrupts = interrupts;
     d->refuses_direct = refuses;
-    tier *t;
-    file f;
-    cflow_error err;
-    CHECK(!open_tier(&t, d, 2, 3 * MAX_BYTES, cached, 0, &f, &err), "%s", err.text);
-    CHECK(f.fd == -1 && f.direct_fd == -1, "the file was not taken over");
+    tier *t = make_tier(d, 2, 3 * MAX_BYTES, cached);
     const int direct = d->direct_fd >= 0 && !cached;
     CHECK(tier_is_direct(t) == direct, "direct %d, want %d", tier_is_direct(t), direct);
     for (uint32_t i = 0; i < 3 * d->n; i++) demand_and_get(t, d, i * 7 % d->n);
@@ -300,8 +309,7 @@ static void gives_the_bytes_of_the_file(int cached, size_t piece, int interrupts
     CHECK(s.disk_bytes == bytes, "%llu bytes, want %llu", (unsigned long long)s.disk_bytes,
           (unsigned long long)bytes);
     CHECK(latencies == s.reads, "%llu latencies", (unsigned long long)latencies);
-    tier_close(t);
-    drop_disk(d);
+    end(t, d);
 }
 
 /* ---- opening ---- */
@@ -314,14 +322,14 @@ static void says_what_the_smallest_budget_is(void) {
         file f;
         cflow_error err;
         char want[64];
-        CHECK(open_tier(&t, d, threads, least - 1, 0, 0, &f, &err) == CFLOW_EINVAL && !t,
+        CHECK(open_tier(&t, d, threads, least - 1, 0, &f, &err) == CFLOW_EINVAL && !t,
               "%d threads: a byte too few", threads);
         snprintf(want, sizeof want, "must hold %d: %llu bytes", threads + 1,
                  (unsigned long long)least);
         CHECK(strstr(err.text, want), "%s", err.text);
         CHECK(f.fd >= 0, "the file was taken all the same");
         file_close(&f);
-        CHECK(!open_tier(&t, d, threads, least, 0, 0, &f, &err), "%s", err.text);
+        CHECK(!open_tier(&t, d, threads, least, 0, &f, &err), "%s", err.text);
         CHECK(tier_slots(t) == (uint32_t)threads + 1 && tier_slot_bytes(t) == MAX_BYTES,
               "%u slots of %llu", tier_slots(t), (unsigned long long)tier_slot_bytes(t));
         tier_close(t);
@@ -338,8 +346,7 @@ static void takes_no_more_slots_than_records(void) {
     demand_and_get(t, d, 1);
     demand_and_get(t, d, 0);
     CHECK(stats_of(t).hits == 1 && !stats_of(t).evictions, "all fit");
-    tier_close(t);
-    drop_disk(d);
+    end(t, d);
 }
 
 static void expect_refused(disk *d, const tier_record *records, uint32_t n, tier_options o,
@@ -392,8 +399,7 @@ static void evicts_the_least_recently_used(void) {
           "3, 1 and 4 should be there"); /* and in this order of use */
     CHECK(!get(t, d, 3) && !get(t, d, 0), "acquiring alone is use as well");
     CHECK(is_resident(t, 3) && !is_resident(t, 1), "1 was the oldest");
-    tier_close(t);
-    drop_disk(d);
+    end(t, d);
 }
 
 static void counts_each_demand_once(void) {
@@ -412,8 +418,7 @@ static void counts_each_demand_once(void) {
     CHECK(s.hits == 1 && s.misses == 3 && s.reads == 3 && !s.extra_reads, "counts");
     CHECK(!get(t, d, 3) && stats_of(t).extra_reads == 1 && stats_of(t).misses == 3,
           "acquired without a demand");
-    tier_close(t);
-    drop_disk(d);
+    end(t, d);
 }
 
 static void keeps_what_is_pinned(void) {
@@ -435,8 +440,7 @@ static void keeps_what_is_pinned(void) {
     tier_release(t, kept);
     for (uint32_t r = 1; r < d->n; r++) demand_and_get(t, d, r);
     CHECK(!is_resident(t, kept), "never let go");
-    tier_close(t);
-    drop_disk(d);
+    end(t, d);
 }
 
 /* 12 records through 2 slots, any that is there first. */
@@ -465,8 +469,7 @@ static void runs_in_waves(int n_threads, uint32_t n_slots) {
     CHECK(s.disk_bytes == s.misses * PAGE, "%llu bytes", (unsigned long long)s.disk_bytes);
     CHECK(s.hits >= n_slots * 19ull, "what is resident serves first: %llu hits",
           (unsigned long long)s.hits);
-    tier_close(t);
-    drop_disk(d);
+    end(t, d);
 }
 
 /* A full cache of records demanded for later: they neither move each other nor block a waiter. */
@@ -487,8 +490,7 @@ static void later_demands_give_way_to_waiters_only(void) {
     tier_demand(t, (const uint32_t[]){1}, 1, NULL);
     tier_demand(t, (const uint32_t[]){2}, 1, NULL); /* both are there, 2 is needed last */
     CHECK(!get(t, d, 4) && is_resident(t, 1), "what is needed first stayed");
-    tier_close(t);
-    drop_disk(d);
+    end(t, d);
 }
 
 /* Each is evicted only after its waiter has seen it, with no demand to protect it. */
@@ -503,8 +505,7 @@ static void waiters_get_what_was_read_for_them(void) {
     hold(d, 0, 0);
     for (uint32_t r = 0; r < d->n; r++) CHECK(!end_waiter(&all[r]), "record %u", r);
     CHECK(n_reads(d) == d->n, "%u reads for %u records", n_reads(d), d->n);
-    tier_close(t);
-    drop_disk(d);
+    end(t, d);
 }
 
 /* ---- order ---- */
@@ -531,17 +532,14 @@ static void shares_a_read_in_flight(void) {
           (unsigned long long)s.stall_ns);
     CHECK(s.read_ns == 2000000000ull && s.latencies[15] == 1, "one read took 2 s: %llu ns",
           (unsigned long long)s.read_ns);
-    tier_close(t);
-    drop_disk(d);
+    end(t, d);
 }
 
 static void reads_the_most_urgent_first(void) {
     disk *d = make_disk(8, 1);
     tier *t = page_tier(d, 1, 8);
     waiter w;
-    hold(d, 0, 1);
-    tier_demand(t, (const uint32_t[]){0}, 1, NULL);
-    wait_reads(d, 1);
+    hold_in_flight(t, d, (const uint32_t[]){0}, 1);
     tier_speculate(t, (const uint32_t[]){1, 2, 3}, 3);
     tier_demand(t, (const uint32_t[]){4, 5}, 2, NULL);
     tier_demand(t, (const uint32_t[]){3}, 1, NULL);
@@ -551,17 +549,14 @@ static void reads_the_most_urgent_first(void) {
     wait_resident(t, 6);
     check_log(d, "054312", __LINE__);
     CHECK(stats_of(t).late == 1, "3 was asked for too late");
-    tier_close(t);
-    drop_disk(d);
+    end(t, d);
 }
 
 static void waiting_turns_speculation_into_need(void) {
     disk *d = make_disk(4, 1);
     tier *t = page_tier(d, 1, 4);
     waiter w;
-    hold(d, 0, 1);
-    tier_demand(t, (const uint32_t[]){0}, 1, NULL);
-    wait_reads(d, 1);
+    hold_in_flight(t, d, (const uint32_t[]){0}, 1);
     tier_speculate(t, (const uint32_t[]){1, 2}, 2);
     start_waiter(&w, t, d, 2);
     tier_speculate(t, (const uint32_t[]){3}, 1); /* drops 1, not 2 */
@@ -569,8 +564,7 @@ static void waiting_turns_speculation_into_need(void) {
     CHECK(!end_waiter(&w), "2");
     wait_resident(t, 3);
     check_log(d, "023", __LINE__);
-    tier_close(t);
-    drop_disk(d);
+    end(t, d);
 }
 
 static void speculation_is_accounted_for(void) {
@@ -604,17 +598,14 @@ static void speculation_is_accounted_for(void) {
     /* The wasted read that failed brought no bytes. */
     CHECK(s.disk_bytes == (s.misses + s.wasted - 1) * PAGE, "%llu bytes",
           (unsigned long long)s.disk_bytes);
-    tier_close(t);
-    drop_disk(d);
+    end(t, d);
 }
 
 static void withdrawn_demands_are_not_read(void) {
     disk *d = make_disk(5, 1);
     tier *t = page_tier(d, 1, 2);
     waiter w;
-    hold(d, 0, 1);
-    tier_demand(t, (const uint32_t[]){0, 1, 2, 3}, 4, NULL);
-    wait_reads(d, 1);
+    hold_in_flight(t, d, (const uint32_t[]){0, 1, 2, 3}, 4);
     start_waiter(&w, t, d, 2);
     tier_withdraw(t);
     hold(d, 0, 0);
@@ -623,17 +614,14 @@ static void withdrawn_demands_are_not_read(void) {
     wait_reads(d, 4); /* nothing holds the slots */
     CHECK(!get(t, d, 4) && !get(t, d, 1), "4 and 1");
     check_log(d, "0241", __LINE__);
-    tier_close(t);
-    drop_disk(d);
+    end(t, d);
 }
 
 static void cancelled_waits_end(void) {
     disk *d = make_disk(3, 1);
     tier *t = page_tier(d, 1, 2);
     waiter w;
-    hold(d, 0, 1);
-    tier_demand(t, (const uint32_t[]){0}, 1, NULL);
-    wait_reads(d, 1);
+    hold_in_flight(t, d, (const uint32_t[]){0}, 1);
     start_waiter(&w, t, d, 1);
     atomic_store(&w.cancel, 1);
     tier_interrupt(t);
@@ -641,8 +629,7 @@ static void cancelled_waits_end(void) {
     hold(d, 0, 0);
     CHECK(!get(t, d, 0) && !get(t, d, 2), "all is well afterwards");
     check_log(d, "02", __LINE__);
-    tier_close(t);
-    drop_disk(d);
+    end(t, d);
 }
 
 /* The disk looks at the clock before each read; the clock runs only when it is looked at. */
@@ -650,11 +637,8 @@ static void keeps_to_its_rate(int n_threads) {
     disk *d = make_disk(MAX_RECORDS, 0);
     d->rate = 50e6;
     d->step_s = 5e-6;
-    tier *t;
-    file f;
-    cflow_error err;
     const uint64_t budget = (uint64_t)(n_threads + 1) * MAX_BYTES;
-    CHECK(!open_tier(&t, d, n_threads, budget, 0, d->rate, &f, &err), "%s", err.text);
+    tier *t = make_tier(d, n_threads, budget, 0);
     uint32_t all[MAX_RECORDS];
     for (uint32_t r = 0; r < d->n; r++) all[r] = r;
     for (int round = 0; round < 3; round++) {
@@ -667,8 +651,7 @@ static void keeps_to_its_rate(int n_threads) {
         d->read_bytes = 0;
         pthread_mutex_unlock(&d->lock);
     }
-    tier_close(t);
-    drop_disk(d);
+    end(t, d);
 }
 
 /* ---- faults ---- */
@@ -679,9 +662,7 @@ static void a_failed_read_fails_who_wants_it(void) {
     const uint32_t r = 1;
     waiter a, b;
     set_error(d, r, EIO);
-    hold(d, r, 1);
-    tier_demand(t, &r, 1, NULL);
-    wait_reads(d, 1);
+    hold_in_flight(t, d, &r, 1);
     start_waiter(&a, t, d, r);
     start_waiter(&b, t, d, r);
     hold(d, r, 0);
@@ -697,8 +678,7 @@ static void a_failed_read_fails_who_wants_it(void) {
     check_log(d, "111", __LINE__);
     for (uint32_t i = 0; i < d->n; i++) demand_and_get(t, d, i);
     CHECK(stats_of(t).n_resident == 2, "%u resident: a slot was lost", stats_of(t).n_resident);
-    tier_close(t);
-    drop_disk(d);
+    end(t, d);
 }
 
 static void an_altered_record_is_no_record(void) {
@@ -718,18 +698,14 @@ static void an_altered_record_is_no_record(void) {
         demand_and_get(t, d, 3); /* 2 has gone */
     }
     CHECK(stats_of(t).failed[TIER_ALTERED] == 2, "both counted");
-    tier_close(t);
-    drop_disk(d);
+    end(t, d);
 }
 
 static void a_cut_file_fails_what_is_gone(int cached) {
     disk *d = make_disk(4, 2); /* 3, 2, 1, 0 in the file */
-    tier *t;
-    file f;
-    cflow_error err;
-    CHECK(!open_tier(&t, d, 1, 4 * PAGE, cached, 0, &f, &err), "%s", err.text);
+    tier *t = make_tier(d, 1, 4 * PAGE, cached);
     CHECK(!get(t, d, 0), "whole");
-    CHECK(!truncate(d->path, (off_t)d->records[1].offset + PAGE + 100), "truncate");
+    CHECK(!ftruncate(d->own_fd, (off_t)d->records[1].offset + PAGE + 100), "truncate");
     CHECK(!get(t, d, 0), "resident still");
     CHECK(get(t, d, 1) == TIER_CUT && get(t, d, 1) == TIER_CUT, "cut inside");
     CHECK(!get(t, d, 2) && !get(t, d, 3), "before the cut");
@@ -738,28 +714,28 @@ static void a_cut_file_fails_what_is_gone(int cached) {
     write_record(d, 1);
     write_record(d, 0);
     CHECK(!get(t, d, 0) && !get(t, d, 1), "whole again");
-    tier_close(t);
-    drop_disk(d);
+    end(t, d);
 }
 
 /* Records read in place of the file's old name are those of the opened file. */
 static void a_replaced_file_goes_on_serving(void) {
     disk *d = make_disk(4, 1);
+    close(d->own_fd);
+    strcpy(d->path, "/var/tmp/cflow-test-XXXXXX"); /* one with a name */
+    d->own_fd = mkstemp(d->path);
+    for (uint32_t r = 0; r < d->n; r++) write_record(d, r);
     tier *t = page_tier(d, 1, 2);
     demand_and_get(t, d, 0);
     CHECK(!unlink(d->path), "unlink");
     for (uint32_t r = 0; r < d->n; r++) demand_and_get(t, d, r);
-    tier_close(t);
-    drop_disk(d);
+    end(t, d);
 }
 
 static void a_read_that_hangs_is_given_up(void) {
     disk *d = make_disk(8, 1);
     tier *t = page_tier(d, 2, 3);
     waiter w;
-    hold(d, 0, 1);
-    tier_demand(t, (const uint32_t[]){0}, 1, NULL);
-    wait_reads(d, 1);
+    hold_in_flight(t, d, (const uint32_t[]){0}, 1);
     start_waiter(&w, t, d, 0);
     for (uint32_t r = 1; r < d->n; r++) demand_and_get(t, d, r); /* the other thread works */
     advance(d, 10);
@@ -776,16 +752,13 @@ static void a_read_that_hangs_is_given_up(void) {
     while (!is_resident(t, 0)) sched_yield();
     CHECK(!get(t, d, 0) && stats_of(t).n_resident == 3 && !stats_of(t).n_overdue,
           "back, and its bytes are right");
-    tier_close(t);
-    drop_disk(d);
+    end(t, d);
 }
 
 static void behind_a_dead_disk_nobody_waits_forever(void) {
     disk *d = make_disk(4, 1);
     tier *t = page_tier(d, 1, 2);
-    hold(d, 0, 1);
-    tier_demand(t, (const uint32_t[]){0, 1}, 2, NULL);
-    wait_reads(d, 1);
+    hold_in_flight(t, d, (const uint32_t[]){0, 1}, 2);
     advance(d, 10);
     CHECK(get(t, d, 1) == TIER_TIMED_OUT && get(t, d, 2) == TIER_TIMED_OUT, "queued behind it");
     uint32_t which;
@@ -796,8 +769,7 @@ static void behind_a_dead_disk_nobody_waits_forever(void) {
     wait_resident(t, 1);
     CHECK(!get(t, d, 1) && !get(t, d, 2) && !get(t, d, 3), "it answers again");
     check_log(d, "0123", __LINE__);
-    tier_close(t);
-    drop_disk(d);
+    end(t, d);
 }
 
 static void times_out_by_the_real_clock(void) {
@@ -818,21 +790,15 @@ static void times_out_by_the_real_clock(void) {
     hold(d, 0, 0);
     wait_resident(t, 1);
     CHECK(!get(t, d, 0) && stats_of(t).stall_ns > 0, "let go");
-    tier_close(t);
-    drop_disk(d);
+    end(t, d);
 }
 
 static void close_leaves_a_stuck_read_to_the_kernel(void) {
     disk *d = make_disk(4, 1);
-    tier *t;
-    file f;
-    cflow_error err;
+    tier *t = make_tier(d, 2, 3 * PAGE, 0);
     char descriptor[32];
-    CHECK(!open_tier(&t, d, 2, 3 * PAGE, 0, 0, &f, &err), "%s", err.text);
     snprintf(descriptor, sizeof descriptor, "/proc/self/fd/%d", d->fd);
-    hold(d, 0, 1);
-    tier_demand(t, (const uint32_t[]){0}, 1, NULL);
-    wait_reads(d, 1);
+    hold_in_flight(t, d, (const uint32_t[]){0}, 1);
     demand_and_get(t, d, 1);
     advance(d, 10);
     tier_close(t);
@@ -845,12 +811,9 @@ static void close_leaves_a_stuck_read_to_the_kernel(void) {
 static void close_waits_for_a_healthy_read(void) {
     disk *d = make_disk(8, 1);
     for (int i = 0; i < 50; i++) {
-        tier *t;
-        file f;
-        cflow_error err;
-        char descriptor[32];
         const uint64_t budget = 8 * PAGE;
-        CHECK(!open_tier(&t, d, 2, budget, 1, 0, &f, &err), "%s", err.text);
+        tier *t = make_tier(d, 2, budget, 1);
+        char descriptor[32];
         snprintf(descriptor, sizeof descriptor, "/proc/self/fd/%d", d->fd);
         tier_demand(t, (const uint32_t[]){0, 1, 2, 3, 4, 5, 6, 7}, 8, NULL);
         wait_reads(d, (uint32_t)i + 1);
@@ -917,8 +880,7 @@ static void ghosts_tell_what_larger_caches_would_hold(uint32_t n_slots) {
           (unsigned long long)s.ghost_hits_4x, (unsigned long long)same.hits,
           (unsigned long long)twice.hits, (unsigned long long)four.hits);
     CHECK(n_slots > 3 || (s.hits < s.ghost_hits_2x && s.ghost_hits_2x < s.ghost_hits_4x), "order");
-    tier_close(t);
-    drop_disk(d);
+    end(t, d);
 }
 
 /* ---- warm start ---- */
@@ -945,8 +907,7 @@ static void a_warm_start_reads_the_most_used(void) {
     uint64_t now[6];
     tier_uses(t, now);
     CHECK(now[0] == 8 && now[1] == 1 && now[3] == 9, "uses go on from there");
-    tier_close(t);
-    drop_disk(d);
+    end(t, d);
 }
 
 static void a_warm_start_can_be_cancelled(void) {
@@ -958,8 +919,7 @@ static void a_warm_start_can_be_cancelled(void) {
     CHECK(tier_warm(t, uses, &p, &err) == CFLOW_ECANCELLED, "%s", err.text);
     for (uint32_t r = 0; r < d->n; r++) demand_and_get(t, d, r);
     check_log(d, "012345", __LINE__);
-    tier_close(t);
-    drop_disk(d);
+    end(t, d);
 }
 
 /* ---- all at once ---- */
@@ -1007,10 +967,7 @@ static void many_threads_see_right_bytes(int n_io, uint32_t n_slots, uint32_t ba
     d->piece = 3000;
     d->interrupts = 1;
     if (bad < d->n) d->error[bad] = EIO;
-    tier *t;
-    file f;
-    cflow_error err;
-    CHECK(!open_tier(&t, d, n_io, (uint64_t)n_slots * MAX_BYTES, 0, 0, &f, &err), "%s", err.text);
+    tier *t = make_tier(d, n_io, (uint64_t)n_slots * MAX_BYTES, 0);
     hammer all[6];
     for (uint32_t i = 0; i < 6; i++) {
         all[i] = (hammer){.t = t, .d = d, .seed = i + 1};
@@ -1031,8 +988,7 @@ static void many_threads_see_right_bytes(int n_io, uint32_t n_slots, uint32_t ba
         if (r != bad) demand_and_get(t, d, r);
     CHECK(stats_of(t).n_resident == (n_slots < d->n ? n_slots : d->n - (bad < d->n)),
           "%u of %u slots serve", stats_of(t).n_resident, n_slots);
-    tier_close(t);
-    drop_disk(d);
+    end(t, d);
 }
 
 int main(void) {
