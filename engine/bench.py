@@ -10,8 +10,9 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,56 +85,49 @@ class TierUse:
 
 @dataclass(frozen=True)
 class Tier:
-    """An expert cache, and what prefill and one stream's decode cost of it in all their runs."""
+    """Records that come from disk, and what prefill and one stream's decode cost of them in all
+    their runs."""
 
     records: int
-    slots: int
+    in_memory: int  # slots of the expert cache; layers that stay
     io: str  # "direct" or "cached"
     prefill: TierUse
     decode: TierUse
-    disk_probe_gb_s: float
+    disk_probe_gb_s: float  # direct reads of such records
 
-    def to_json(self) -> dict[str, Any]:
+    @property
+    def floor_tok_s(self) -> float | None:
+        return self.decode.floor_tok_s(self.disk_probe_gb_s)
+
+    def experts_json(self) -> dict[str, Any]:
         return {
             "expert_records": self.records,
-            "expert_slots": self.slots,
+            "expert_slots": self.in_memory,
             "expert_io": self.io,
             "expert_hits": self.decode.hits,
             "expert_misses": self.decode.misses,
-            "disk_bytes": self.decode.disk_bytes,
-            "stall_s": self.decode.stall_s,
-            "disk_probe_gb_s": self.disk_probe_gb_s,
-            "disk_floor_tok_s": self.decode.floor_tok_s(self.disk_probe_gb_s),
             "prefill_expert_hits": self.prefill.hits,
             "prefill_expert_misses": self.prefill.misses,
-            "prefill_disk_bytes": self.prefill.disk_bytes,
-            "prefill_disk_floor_tok_s": self.prefill.floor_tok_s(self.disk_probe_gb_s),
+            **self._disk_json(""),
         }
 
-
-@dataclass(frozen=True)
-class Layers:
-    """Layers of which some stay on disk, and what prefill and one stream's decode read of them."""
-
-    records: int
-    kept: int
-    io: str  # "direct" or "cached"
-    prefill: TierUse
-    decode: TierUse
-    disk_probe_gb_s: float
-
-    def to_json(self) -> dict[str, Any]:
+    def layers_json(self) -> dict[str, Any]:
         return {
             "layer_records": self.records,
-            "layers_kept": self.kept,
+            "layers_kept": self.in_memory,
             "layer_io": self.io,
             "layer_reads": self.decode.misses,
-            "layer_disk_bytes": self.decode.disk_bytes,
-            "layer_stall_s": self.decode.stall_s,
-            "layer_disk_probe_gb_s": self.disk_probe_gb_s,
-            "layer_disk_floor_tok_s": self.decode.floor_tok_s(self.disk_probe_gb_s),
-            "prefill_layer_disk_bytes": self.prefill.disk_bytes,
-            "prefill_layer_disk_floor_tok_s": self.prefill.floor_tok_s(self.disk_probe_gb_s),
+            **self._disk_json("layer_"),
+        }
+
+    def _disk_json(self, prefix: str) -> dict[str, Any]:
+        return {
+            f"{prefix}disk_bytes": self.decode.disk_bytes,
+            f"{prefix}stall_s": self.decode.stall_s,
+            f"{prefix}disk_probe_gb_s": self.disk_probe_gb_s,
+            f"{prefix}disk_floor_tok_s": self.floor_tok_s,
+            f"prefill_{prefix}disk_bytes": self.prefill.disk_bytes,
+            f"prefill_{prefix}disk_floor_tok_s": self.prefill.floor_tok_s(self.disk_probe_gb_s),
         }
 
 
@@ -153,8 +147,8 @@ class BenchResult:
     threads: int
     resident_bytes: int
     huge_page_ratio: float
-    tier: Tier | None  # where experts come from disk
-    layers: Layers | None  # where layers do
+    experts: Tier | None  # where they come from disk
+    layers: Tier | None
 
     @property
     def read_gb_s(self) -> float:
@@ -188,8 +182,8 @@ class BenchResult:
             "threads": self.threads,
             "resident_bytes": self.resident_bytes,
             "huge_page_ratio": self.huge_page_ratio,
-            **(self.tier.to_json() if self.tier else {}),
-            **(self.layers.to_json() if self.layers else {}),
+            **(self.experts.experts_json() if self.experts else {}),
+            **(self.layers.layers_json() if self.layers else {}),
         }
 
 
@@ -217,17 +211,16 @@ def run(
     )
     bench = _Bench(context, model.header.n_tokens, runs, progress)
     bench.warm_up()
-    before, disk_before = _probe(threads, progress), _probe_disk(model, config, progress)
-    layer_disk = _probe_layers(model, config, progress)
-    tiers, layers = [model.tier], [model.layer_tier]
+    experts, layers = _experts(model, config), _layers(model, config)
+    disks = [disk for disk in (experts, layers) if disk is not None]
+    before = _probe(threads, disks, progress)
+    _note(disks)
     prefill = bench.prefill(prompt)
-    tiers.append(model.tier)
-    layers.append(model.layer_tier)
+    _note(disks)
     decode = bench.decode(1, gen)
-    tiers.append(model.tier)
-    layers.append(model.layer_tier)
+    _note(disks)
     rates = [Batch(n, decode if n == 1 else bench.decode(n, gen)) for n in batch]
-    after, disk_after = _probe(threads, progress), _probe_disk(model, config, progress)
+    after = _probe(threads, disks, progress)
     memory = model.memory
     return BenchResult(
         model=model.metadata.get("name") or Path(config.model).stem,
@@ -244,48 +237,8 @@ def run(
         threads=threads,
         resident_bytes=memory.resident_bytes,
         huge_page_ratio=memory.huge_bytes / memory.resident_bytes,
-        tier=_tier(tiers, runs * prompt, runs * gen, max(disk_before, disk_after)),
-        layers=_layers(
-            model,
-            layers,
-            runs * prompt,
-            runs * gen,
-            max(layer_disk, _probe_layers(model, config, progress)),
-        ),
-    )
-
-
-def _tier(
-    stats: Sequence[TierStats | None], n_prompt: int, n_gen: int, disk_gb_s: float
-) -> Tier | None:
-    """stats: before prefill, after it, after decode."""
-    first, between, last = stats
-    if first is None or between is None or last is None:
-        return None
-    return Tier(
-        records=last.n_records,
-        slots=last.n_slots,
-        io="direct" if last.direct_io else "cached",
-        prefill=TierUse.between(first, between, n_prompt),
-        decode=TierUse.between(between, last, n_gen),
-        disk_probe_gb_s=disk_gb_s,
-    )
-
-
-def _layers(
-    model: Model, stats: Sequence[TierStats | None], n_prompt: int, n_gen: int, disk_gb_s: float
-) -> Layers | None:
-    """stats: as above."""
-    first, between, last = stats
-    if model.layer_records is None or first is None or between is None or last is None:
-        return None
-    return Layers(
-        records=last.n_records,
-        kept=model.layer_records.n_kept,
-        io="direct" if last.direct_io else "cached",
-        prefill=TierUse.between(first, between, n_prompt),
-        decode=TierUse.between(between, last, n_gen),
-        disk_probe_gb_s=disk_gb_s,
+        experts=experts.tier(runs * prompt, runs * gen) if experts else None,
+        layers=layers.tier(runs * prompt, runs * gen) if layers else None,
     )
 
 
@@ -307,34 +260,72 @@ def _probe_bytes() -> int:
     return max(PROBE_BYTES, 4 * machine.cpu().l3_bytes)
 
 
-def _probe(threads: int, report: Report) -> float:
-    """GB/s of main memory: a buffer that no cache holds, read with the same threads."""
+def _probe(threads: int, disks: Iterable[_Disk], report: Report) -> float:
+    """GB/s of main memory: a buffer that no cache holds, read with the same threads. And disks."""
     report("probe", 0, 1)
     rate = native.probe_bandwidth(_probe_bytes(), threads, PROBE_PASSES) / 1e9
     report("probe", 1, 1)
+    for disk in disks:
+        disk.probe(report)
     return rate
 
 
-def _probe_disk(model: Model, config: EngineConfig, report: Report) -> float:
-    """GB/s of direct reads of the model's experts, where they come from disk."""
-    if model.tier is None:
-        return 0.0
-    return _probe_reads(Path(model.path), ExpertBank.of(model), config, report)
+def _note(disks: Iterable[_Disk]) -> None:
+    for disk in disks:
+        disk.note()
 
 
-def _probe_layers(model: Model, config: EngineConfig, report: Report) -> float:
-    """The same of pieces as large as layers, where these come from disk."""
-    if model.layer_tier is None:
-        return 0.0
-    bank = pieces(model, model.layer_tier.slot_bytes)
-    return _probe_reads(Path(model.path), bank, config, report)
+def _experts(model: Model, config: EngineConfig) -> _Disk | None:
+    """None: all are in memory."""
+    if (tier := model.tier) is None:
+        return None
+    return _Disk(model, "tier", tier.n_slots, ExpertBank.of(model), config.expert_reads)
 
 
-def _probe_reads(path: Path, bank: ExpertBank, config: EngineConfig, report: Report) -> float:
-    report("disk probe", 0, 1)
-    rate = probe_disk(path, bank, config.expert_reads) / 1e9
-    report("disk probe", 1, 1)
-    return rate
+def _layers(model: Model, config: EngineConfig) -> _Disk | None:
+    """None: all are in memory."""
+    tier, records = model.layer_tier, model.layer_records
+    if tier is None or records is None:
+        return None
+    bank = pieces(model, tier.slot_bytes)
+    return _Disk(model, "layer_tier", records.n_kept, bank, config.expert_reads)
+
+
+class _Disk:
+    """Records of a model that come from disk, watched while it runs. counters: the property of the
+    model that counts their reads. bank: what the disk is measured with."""
+
+    def __init__(
+        self, model: Model, counters: str, in_memory: int, bank: ExpertBank, n_reads: int
+    ) -> None:
+        self._path = Path(model.path)
+        self._stats: Callable[[], TierStats] = partial(getattr, model, counters)
+        self._in_memory = in_memory
+        self._bank = bank
+        self._n_reads = n_reads
+        self._rates: list[float] = []
+        self._notes: list[TierStats] = []
+
+    def probe(self, report: Report) -> None:
+        report("disk probe", 0, 1)
+        self._rates.append(probe_disk(self._path, self._bank, self._n_reads) / 1e9)
+        report("disk probe", 1, 1)
+
+    def note(self) -> None:
+        """To be called before prefill, after it, and after decode."""
+        self._notes.append(self._stats())
+
+    def tier(self, n_prompt: int, n_gen: int) -> Tier:
+        """For so many tokens of prefill and of decode."""
+        first, between, last = self._notes
+        return Tier(
+            records=last.n_records,
+            in_memory=self._in_memory,
+            io="direct" if last.direct_io else "cached",
+            prefill=TierUse.between(first, between, n_prompt),
+            decode=TierUse.between(between, last, n_gen),
+            disk_probe_gb_s=max(self._rates),
+        )
 
 
 class _Bench:

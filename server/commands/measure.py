@@ -15,7 +15,7 @@ from cflow.server.options import engine_flags, read_engine
 from cflow.server.progress import count_progress
 
 if TYPE_CHECKING:
-    from cflow.engine.bench import BenchResult, Layers, Tier
+    from cflow.engine.bench import BenchResult, Tier
 
 
 BARE_FLAGS = (
@@ -68,40 +68,42 @@ def _print_bench(found: BenchResult) -> None:
             f"{size(found.resident_bytes)}, {100 * found.huge_page_ratio:.0f} % in huge pages",
         ),
     ]
-    if found.tier:
-        rows += _tier_rows(found.tier)
+    if found.experts:
+        rows += _expert_rows(found.experts)
     if found.layers:
         rows += _layer_rows(found.layers)
     table(f"{found.model} ({found.quant})", rows)
 
 
-def _tier_rows(tier: Tier) -> list[tuple[str, str]]:
-    decode, disk = tier.decode, tier.disk_probe_gb_s
-    floor = decode.floor_tok_s(disk)
+def _expert_rows(tier: Tier) -> list[tuple[str, str]]:
+    decode = tier.decode
     return [
-        ("experts", f"{tier.slots} of {tier.records} in memory, {tier.io} reads"),
+        ("experts", f"{tier.in_memory} of {tier.records} in memory, {tier.io} reads"),
         ("hits", f"{decode.hits} of {decode.hits + decode.misses} in decode"),
-        (
-            "disk",
-            f"{size(decode.disk_bytes / decode.tokens)} a token, {disk:.2f} GB/s by direct reads"
-            + (f": at most {floor:.2f} tokens/s" if floor else ""),
-        ),
-        ("stalls", f"{1000 * decode.stall_s / decode.tokens:.1f} ms a token"),
+        ("disk", _disk(tier)),
+        ("stalls", _stalls(tier)),
     ]
 
 
-def _layer_rows(layers: Layers) -> list[tuple[str, str]]:
-    decode, disk = layers.decode, layers.disk_probe_gb_s
-    floor = decode.floor_tok_s(disk)
+def _layer_rows(tier: Tier) -> list[tuple[str, str]]:
     return [
-        ("layers", f"{layers.kept} of {layers.records} stay in memory, {layers.io} reads"),
-        (
-            "their disk",
-            f"{size(decode.disk_bytes / decode.tokens)} a token, {disk:.2f} GB/s by direct reads"
-            + (f": at most {floor:.2f} tokens/s" if floor else ""),
-        ),
-        ("their stalls", f"{1000 * decode.stall_s / decode.tokens:.1f} ms a token"),
+        ("layers", f"{tier.in_memory} of {tier.records} stay in memory, {tier.io} reads"),
+        ("their disk", _disk(tier)),
+        ("their stalls", _stalls(tier)),
     ]
+
+
+def _disk(tier: Tier) -> str:
+    decode, floor = tier.decode, tier.floor_tok_s
+    return (
+        f"{size(decode.disk_bytes / decode.tokens)} a token, "
+        f"{tier.disk_probe_gb_s:.2f} GB/s by direct reads"
+        + (f": at most {floor:.2f} tokens/s" if floor else "")
+    )
+
+
+def _stalls(tier: Tier) -> str:
+    return f"{1000 * tier.decode.stall_s / tier.decode.tokens:.1f} ms a token"
 
 
 @engine_flags(*BARE_FLAGS)
