@@ -1,69 +1,15 @@
 /* Layers whose weights come from disk: the same bits as with all of them in memory, exact accounts,
  * faults that name the layer. */
-#include <errno.h>
-#include <math.h>
 #include <pthread.h>
 #include <sched.h>
-#include <semaphore.h>
-#include <string.h>
-#include <unistd.h>
 
-#include "expect.h"
+#include "ctx.h"
 #include "ring.h"
-#include "tiny_file.h"
+#include "tiny_model.h"
 
 enum { N_LAYERS = TINY_MAX_LAYERS, N_ROWS = 8, N_STEPS = 6, N_LEAST = 2, BAD_LAYER = 6 };
 
-/* ---- reads that the test can spoil ---- */
-
-typedef enum { WELL, FAILS, IS_CUT, IS_ALTERED, HANGS } mood_kind;
-
-typedef struct {
-    atomic_int mood;
-    atomic_uint_fast64_t at; /* what becomes of the read that begins there */
-    atomic_int n_left;       /* so many times */
-    sem_t begun, go_on;
-} disk;
-
-static ssize_t read_disk(void *arg, int fd, void *out, size_t n, off_t offset) {
-    disk *d = arg;
-    mood_kind mood = WELL;
-    if ((uint64_t)offset == atomic_load(&d->at) && atomic_load(&d->mood) != WELL &&
-        atomic_fetch_sub(&d->n_left, 1) > 0)
-        mood = (mood_kind)atomic_load(&d->mood);
-    if (mood == IS_CUT) return 0;
-    if (mood == FAILS) {
-        errno = EIO;
-        return -1;
-    }
-    if (mood == HANGS) {
-        sem_post(&d->begun);
-        sem_wait(&d->go_on);
-    }
-    const ssize_t got = pread(fd, out, n, offset);
-    if (mood == IS_ALTERED && got > 0) ((uint8_t *)out)[got / 2] ^= 1;
-    return got;
-}
-
 /* ---- models, contexts, steps ---- */
-
-static cflow_status open_file(cflow_model **model, tiny *f, cflow_model_options options, disk *d,
-                              cflow_error *err) {
-    char path[] = "/var/tmp/cflow-ring-XXXXXX"; /* a disk, not memory, has direct reads */
-    const int fd = mkstemp(path);
-    const tiny_image image = tiny_write(f);
-    CHECK(write(fd, image.data, image.bytes) == (ssize_t)image.bytes, "cannot write %s", path);
-    const tier_hooks hooks = {.arg = d, .read = read_disk};
-    options.path = path;
-    options.n_threads = 1;
-    if (!options.expert_threads) options.expert_threads = 1;
-    if (options.expert_timeout_s == 0) options.expert_timeout_s = 100;
-    const cflow_status status = model_open(model, &options, d ? &hooks : NULL, err);
-    close(fd);
-    unlink(path);
-    free(image.data);
-    return status;
-}
 
 static uint64_t slot_bytes; /* of the deep file's records */
 
@@ -71,38 +17,14 @@ static uint64_t slot_bytes; /* of the deep file's records */
 static cflow_model *open_model(uint32_t slots, cflow_model_options options, disk *d) {
     tiny f = tiny_open();
     tiny_deepen(&f, N_LAYERS);
-    cflow_model *model = NULL;
-    cflow_error err = {{0}};
     options.weights_memory = slots * slot_bytes;
-    CHECK(open_file(&model, &f, options, d, &err) == CFLOW_OK, "%s", err.text);
-    tiny_close(&f);
-    return model;
-}
-
-static cflow_status try_ctx(cflow_ctx **ctx, const cflow_model *model, int n_threads,
-                            cflow_error *err) {
-    const cflow_ctx_options options = {.n_threads = n_threads,
-                                       .max_rows = N_ROWS,
-                                       .max_sequences = N_ROWS,
-                                       .max_context = 32,
-                                       .n_kv_blocks = 1};
-    return cflow_ctx_open(ctx, model, &options, err);
+    return tiny_open_model(&f, options, d);
 }
 
 static cflow_ctx *open_ctx(const cflow_model *model, int n_threads) {
-    cflow_ctx *ctx = NULL;
-    cflow_error err = {{0}};
-    const int32_t block = 0;
-    CHECK(try_ctx(&ctx, model, n_threads, &err) == CFLOW_OK, "%s", err.text);
-    CHECK(cflow_ctx_bind(ctx, 0, &block, 1, &err) == CFLOW_OK, "%s", err.text);
-    return ctx;
+    return tiny_open_ctx(
+        model, (cflow_ctx_options){.n_threads = n_threads, .max_context = 32, .n_kv_blocks = 1});
 }
-
-typedef struct {
-    float logits[N_ROWS][TINY_VOCAB];
-    int32_t status[N_ROWS];
-    cflow_score scores[N_ROWS];
-} answer;
 
 static cflow_status run_rows(cflow_ctx *ctx, int32_t first, int32_t n, answer *out) {
     cflow_row rows[N_ROWS];
@@ -111,12 +33,7 @@ static cflow_status run_rows(cflow_ctx *ctx, int32_t first, int32_t n, answer *o
                               .position = first + i,
                               .flags = CFLOW_ROW_LOGITS | CFLOW_ROW_SCORE,
                               .target = i};
-    memset(out, 0, sizeof *out);
-    const cflow_status status = cflow_ctx_step(ctx, rows, n, out->status, out->scores, NULL);
-    for (int32_t i = 0; i < n; i++)
-        if (cflow_ctx_logits(ctx, i))
-            memcpy(out->logits[i], cflow_ctx_logits(ctx, i), sizeof out->logits[i]);
-    return status;
+    return tiny_step(ctx, rows, n, out);
 }
 
 typedef struct {
@@ -237,20 +154,12 @@ static void memory_is_what_stays(void) {
 static void set_mood(disk *d, const cflow_model *model, mood_kind mood, int times) {
     uint32_t i = 0;
     while (model->ring->segments[i].block != BAD_LAYER) i++;
-    atomic_store(&d->at, model->ring->records[model->ring->segments[i].record].offset);
-    atomic_store(&d->n_left, times);
-    atomic_store(&d->mood, mood);
+    const uint64_t at = model->ring->records[model->ring->segments[i].record].offset;
+    spoil(d, mood, at, at, times);
 }
 
 static void check_failed(cflow_ctx *ctx, const answer *got, cflow_status status, const char *text) {
-    for (int32_t i = 0; i < N_ROWS; i++) {
-        cflow_error err;
-        CHECK(got->status[i] == status, "%s: row %d has status %d", text, i, got->status[i]);
-        CHECK(!cflow_ctx_logits(ctx, i), "row %d keeps logits", i);
-        CHECK(got->scores[i].token == -1 && isnan(got->scores[i].logprob), "row %d is scored", i);
-        cflow_ctx_row_error(ctx, i, &err);
-        CHECK(!strcmp(err.text, text), "row %d: %s", i, err.text);
-    }
+    for (int32_t i = 0; i < N_ROWS; i++) row_has_failed(ctx, got, i, status, text);
 }
 
 /* Twice, once read ahead and once by the step itself; the step after it is right. */
@@ -286,9 +195,8 @@ static void what_failed_ahead_is_read_again(void) {
     answer got;
     CHECK(run_rows(ctx, 0, N_ROWS, &got) == CFLOW_OK, "step");
     wait_read(model);
-    atomic_store(&d.at, model->ring->records[model->ring->uses[0].record].offset);
-    atomic_store(&d.n_left, 1);
-    atomic_store(&d.mood, FAILS);
+    const uint64_t at = model->ring->records[model->ring->uses[0].record].offset;
+    spoil(&d, FAILS, at, at, 1);
     CHECK(run_rows(ctx, 0, N_ROWS, &got) == CFLOW_OK, "step");
     while (!stats_of(model).failed_io) sched_yield();
     CHECK(run_rows(ctx, 0, N_ROWS, &got) == CFLOW_OK, "step");
@@ -307,23 +215,13 @@ static void what_stays_must_be_right(void) {
            tiny_tensor(&f, CFLOW_DOWN, b)->offset / TINY_RUN)
         b++;
     image.data[bank.offset + tiny_tensor(&f, CFLOW_DOWN, b)->offset] ^= 1;
-    char path[] = "/var/tmp/cflow-ring-XXXXXX";
-    const int fd = mkstemp(path);
-    CHECK(write(fd, image.data, image.bytes) == (ssize_t)image.bytes, "cannot write %s", path);
     cflow_model *model;
     cflow_error err = {{0}};
-    const cflow_model_options options = {.path = path,
-                                         .n_threads = 1,
-                                         .expert_threads = 1,
-                                         .expert_timeout_s = 100,
-                                         .weights_memory = N_LAYERS * slot_bytes};
-    CHECK(cflow_model_open(&model, &options, &err) == CFLOW_EFORMAT, "opened");
+    const cflow_model_options options = {.weights_memory = N_LAYERS * slot_bytes};
+    CHECK(tiny_open_image(&model, image, options, NULL, &err) == CFLOW_EFORMAT, "opened");
     char text[64];
     snprintf(text, sizeof text, "matrices of block %u: its checksum is wrong", b);
     CHECK(strstr(err.text, text), "%s", err.text);
-    close(fd);
-    unlink(path);
-    free(image.data);
     tiny_close(&f);
 }
 
@@ -344,22 +242,15 @@ static void a_disk_that_hangs_fails_the_step(void) {
     cflow_model_close(model);
 }
 
-static void *cancel_once_reading(void *arg) {
-    void **args = arg;
-    sem_wait(&((disk *)args[0])->begun);
-    cflow_ctx_cancel(args[1]);
-    return NULL;
-}
-
 static void a_wait_can_be_cancelled(void) {
     disk d = {0};
     cflow_model *model = open_model(N_LEAST, (cflow_model_options){.expert_cache = 1 << 20}, &d);
     cflow_ctx *ctx = open_ctx(model, 2);
     for (int round = 0; round < 4; round++) {
         set_mood(&d, model, HANGS, 1);
-        void *args[] = {&d, ctx};
+        cancellation cancel = {&d, ctx};
         pthread_t thread;
-        pthread_create(&thread, NULL, cancel_once_reading, args);
+        pthread_create(&thread, NULL, cancel_once_reading, &cancel);
         answer got;
         CHECK(run_rows(ctx, 0, N_ROWS, &got) == CFLOW_ECANCELLED, "not cancelled");
         pthread_join(thread, NULL);
@@ -377,7 +268,8 @@ static void there_is_one_context(void) {
     cflow_model *model = open_model(N_LEAST, (cflow_model_options){0}, NULL);
     cflow_ctx *ctx = open_ctx(model, 1), *other;
     cflow_error err = {{0}};
-    CHECK(try_ctx(&other, model, 1, &err) == CFLOW_EINVAL && !other, "two contexts");
+    CHECK(cflow_ctx_open(&other, model, &ctx->options, &err) == CFLOW_EINVAL && !other,
+          "two contexts");
     CHECK(strstr(err.text, "has one context"), "%s", err.text);
     cflow_ctx_close(ctx);
     same_bits(model, 1, "one after the other");
@@ -402,26 +294,20 @@ static void matrices_can_be_looked_at(void) {
     cflow_model_close(memory);
 }
 
-static void refused(tiny *f, cflow_model_options options, const char *text) {
-    cflow_model *model;
-    cflow_error err = {{0}};
-    CHECK(open_file(&model, f, options, NULL, &err) == CFLOW_EINVAL, "%s is opened", text);
-    CHECK(strstr(err.text, text), "%s", err.text);
-}
-
 static void refuses_what_cannot_be(void) {
     tiny f = tiny_open();
     tiny_deepen(&f, N_LAYERS);
     const uint64_t least = N_LEAST * slot_bytes;
     char text[64];
     snprintf(text, sizeof text, "must hold 2: %llu bytes", (unsigned long long)least);
-    refused(&f, (cflow_model_options){.weights_memory = least - 1}, text);
-    refused(&f, (cflow_model_options){.weights_memory = least, .as_f32 = 1},
-            "dequantised weights must all be in memory");
-    refused(&f, (cflow_model_options){.weights_memory = least, .expert_io = 9}, "expert_io is 9");
+    tiny_refused(&f, (cflow_model_options){.weights_memory = least - 1}, text);
+    tiny_refused(&f, (cflow_model_options){.weights_memory = least, .as_f32 = 1},
+                 "dequantised weights must all be in memory");
+    tiny_refused(&f, (cflow_model_options){.weights_memory = least, .expert_io = 9},
+                 "expert_io is 9");
     cflow_tensor *q = (cflow_tensor *)(void *)tiny_tensor(&f, CFLOW_Q, 4);
     q->offset = tiny_tensor(&f, CFLOW_GATE, 3)->offset + 64;
-    refused(&f, (cflow_model_options){.weights_memory = least}, "block 3 gate, which ends at");
+    tiny_refused(&f, (cflow_model_options){.weights_memory = least}, "block 3 gate, which ends at");
     tiny_close(&f);
 }
 

@@ -1,48 +1,14 @@
 /* The step: the same bits for any number of threads, also far more than cores, cancelling, weights
  * that are not numbers; and what a context refuses to count. */
-#include <math.h>
 #include <pthread.h>
-#include <stdlib.h>
-#include <string.h>
-#include <unistd.h>
 
-#include "expect.h"
-#include "model.h"
-#include "tiny_file.h"
+#include "tiny_model.h"
 
-enum { N_ROWS = 24, N_STEPS = 40, N_SCORES = 5 };
-
-/* Closes f. */
-static cflow_model *open_model(tiny *f) {
-    char path[] = "/tmp/cflow-step-XXXXXX";
-    const int fd = mkstemp(path);
-    const tiny_image image = tiny_write(f);
-    cflow_model *model = NULL;
-    cflow_error err = {{0}};
-    CHECK(write(fd, image.data, image.bytes) == (ssize_t)image.bytes, "cannot write %s", path);
-    CHECK(cflow_model_open(&model, &(cflow_model_options){.path = path, .n_threads = 1}, &err) ==
-              CFLOW_OK,
-          "%s", err.text);
-    close(fd);
-    unlink(path);
-    free(image.data);
-    tiny_close(f);
-    return model;
-}
+enum { N_ROWS = TINY_ROWS, N_STEPS = 40, N_SCORES = 5 };
 
 static cflow_ctx *open_ctx(const cflow_model *model, int n_threads) {
-    cflow_ctx *ctx = NULL;
-    cflow_error err = {{0}};
-    const cflow_ctx_options options = {.n_threads = n_threads,
-                                       .max_rows = N_ROWS,
-                                       .max_sequences = N_ROWS,
-                                       .max_context = 64,
-                                       .n_kv_blocks = 4};
-    CHECK(cflow_ctx_open(&ctx, model, &options, &err) == CFLOW_OK, "%s", err.text);
-    const int32_t blocks[2][2] = {{0, 1}, {2, 3}};
-    for (int32_t s = 0; s < 2; s++)
-        CHECK(cflow_ctx_bind(ctx, s, blocks[s], 2, &err) == CFLOW_OK, "%s", err.text);
-    return ctx;
+    return tiny_open_ctx(
+        model, (cflow_ctx_options){.n_threads = n_threads, .max_context = 64, .n_kv_blocks = 4});
 }
 
 /* A prompt of N_ROWS tokens, the last few scored and one kept, then single tokens of two sequences.
@@ -134,7 +100,7 @@ static void a_router_of_nan_fails_the_row(void) {
     const cflow_tensor *router = tiny_tensor(&f, CFLOW_ROUTER, 1);
     float *weights = (float *)(void *)(f.resident + router->offset);
     for (uint32_t i = 0; i < 32 * TINY_D; i++) weights[i] = NAN;
-    cflow_model *model = open_model(&f);
+    cflow_model *model = tiny_open_model(&f, (cflow_model_options){0}, NULL);
     cflow_ctx *ctx = open_ctx(model, 1);
     const cflow_row row = {.flags = CFLOW_ROW_LOGITS};
     int32_t status;
@@ -178,7 +144,7 @@ static void more_than_can_be_counted_is_refused(const cflow_model *model) {
 
 int main(void) {
     tiny f = tiny_open();
-    cflow_model *model = open_model(&f);
+    cflow_model *model = tiny_open_model(&f, (cflow_model_options){0}, NULL);
     if (model) {
         threads_do_not_show(model);
         cancelled_steps_leave_no_trace(model);

@@ -1,15 +1,8 @@
 /* Steps over experts that come from disk: the same bits as with all of them in memory, exact
  * accounts, and faults that concern nobody but the rows that chose the expert. */
-#include <errno.h>
-#include <math.h>
 #include <pthread.h>
-#include <semaphore.h>
-#include <string.h>
-#include <unistd.h>
 
-#include "expect.h"
-#include "model.h"
-#include "tiny_file.h"
+#include "tiny_model.h"
 
 enum {
     N_ROWS = 16, /* sequence i / 2, position i % 2 */
@@ -18,99 +11,30 @@ enum {
     TOP_K = 2
 };
 
-/* ---- reads that the test can spoil ---- */
-
-typedef enum { WELL, FAILS, IS_CUT, IS_ALTERED, HANGS } mood_kind;
-
-typedef struct {
-    atomic_int mood, expert; /* what becomes of reads of one expert; -1: of all */
-    uint64_t bank, record_bytes;
-    sem_t begun, go_on; /* HANGS: posted once; waited for once */
-} disk;
-
-static ssize_t read_disk(void *arg, int fd, void *out, size_t n, off_t offset) {
-    disk *d = arg;
-    const int expert = (int)(((uint64_t)offset - d->bank) / d->record_bytes);
-    const int wanted = atomic_load(&d->expert);
-    const mood_kind mood = wanted < 0 || wanted == expert ? (mood_kind)atomic_load(&d->mood) : WELL;
-    if (mood == IS_CUT) return 0;
-    if (mood == FAILS) {
-        errno = EIO;
-        return -1;
-    }
-    if (mood == HANGS) {
-        sem_post(&d->begun);
-        sem_wait(&d->go_on);
-    }
-    const ssize_t got = pread(fd, out, n, offset);
-    if (mood == IS_ALTERED && got > 0) ((uint8_t *)out)[got / 2] ^= 1;
-    return got;
-}
-
-static void set_mood(disk *d, mood_kind mood, int expert) {
-    atomic_store(&d->expert, expert);
-    atomic_store(&d->mood, mood);
+/* expert -1: all of them */
+static void set_mood(disk *d, const cflow_model *model, mood_kind mood, int expert) {
+    const uint64_t bank = model->header.sections[CFLOW_SECTION_EXPERT_BANK].offset;
+    const uint64_t at = expert < 0 ? 0 : bank + model->records[expert].offset;
+    spoil(d, mood, at, expert < 0 ? UINT64_MAX : at, INT32_MAX);
 }
 
 /* ---- models and contexts ---- */
 
-static cflow_status open_file(cflow_model **model, tiny *f, cflow_model_options options, disk *d,
-                              cflow_error *err) {
-    char path[] = "/var/tmp/cflow-tier-step-XXXXXX"; /* a disk, not memory, has direct reads */
-    const int fd = mkstemp(path);
-    const tiny_image image = tiny_write(f);
-    CHECK(write(fd, image.data, image.bytes) == (ssize_t)image.bytes, "cannot write %s", path);
-    tier_hooks hooks = {.arg = d, .read = read_disk};
-    if (d) {
-        d->bank = tiny_header(&image)->sections[CFLOW_SECTION_EXPERT_BANK].offset;
-        d->record_bytes = f->records[1].offset;
-        sem_init(&d->begun, 0, 0);
-        sem_init(&d->go_on, 0, 0);
-    }
-    options.path = path;
-    options.n_threads = 1;
-    const cflow_status status = model_open(model, &options, d ? &hooks : NULL, err);
-    close(fd);
-    unlink(path);
-    free(image.data);
-    return status;
-}
-
 /* slots 0: all experts in memory. */
 static cflow_model *open_model(int slots, cflow_model_options options, disk *d) {
     tiny f = tiny_open();
-    cflow_model *model = NULL;
-    cflow_error err = {{0}};
     options.expert_cache = (uint64_t)slots * f.records[1].offset;
-    if (!options.expert_threads) options.expert_threads = 1;
-    if (options.expert_timeout_s == 0) options.expert_timeout_s = 100;
-    CHECK(open_file(&model, &f, options, d, &err) == CFLOW_OK, "%s", err.text);
-    tiny_close(&f);
-    return model;
+    return tiny_open_model(&f, options, d);
 }
 
 static cflow_ctx *open_ctx(const cflow_model *model, int n_threads) {
-    cflow_ctx *ctx = NULL;
-    cflow_error err = {{0}};
-    const cflow_ctx_options options = {.n_threads = n_threads,
-                                       .max_rows = N_ROWS,
-                                       .max_sequences = N_ROWS,
-                                       .max_context = 32,
-                                       .n_kv_blocks = N_SEQUENCES,
-                                       .keep_values = 1};
-    CHECK(cflow_ctx_open(&ctx, model, &options, &err) == CFLOW_OK, "%s", err.text);
-    for (int32_t s = 0; s < N_SEQUENCES; s++)
-        CHECK(cflow_ctx_bind(ctx, s, &s, 1, &err) == CFLOW_OK, "%s", err.text);
-    return ctx;
+    return tiny_open_ctx(model, (cflow_ctx_options){.n_threads = n_threads,
+                                                    .max_context = 32,
+                                                    .n_kv_blocks = N_SEQUENCES,
+                                                    .keep_values = 1});
 }
 
 /* ---- steps ---- */
-
-typedef struct {
-    float logits[N_ROWS][TINY_VOCAB];
-    int32_t status[N_ROWS];
-    cflow_score scores[N_ROWS];
-} answer;
 
 static cflow_status run_prompt(cflow_ctx *ctx, answer *out) {
     cflow_row rows[N_ROWS];
@@ -121,12 +45,7 @@ static cflow_status run_prompt(cflow_ctx *ctx, answer *out) {
                               .flags = CFLOW_ROW_LOGITS | CFLOW_ROW_SCORE,
                               .target = i,
                               .n_top = 1};
-    memset(out, 0, sizeof *out);
-    const cflow_status status = cflow_ctx_step(ctx, rows, N_ROWS, out->status, out->scores, NULL);
-    for (int32_t i = 0; i < N_ROWS; i++)
-        if (cflow_ctx_logits(ctx, i))
-            memcpy(out->logits[i], cflow_ctx_logits(ctx, i), sizeof out->logits[i]);
-    return status;
+    return tiny_step(ctx, rows, N_ROWS, out);
 }
 
 /* One token of one sequence after another. */
@@ -314,30 +233,17 @@ static int is_hit(int32_t i, int expert) {
     return set >> expert & 1;
 }
 
-static void check_failed_row(cflow_ctx *ctx, int32_t i, const cflow_score *score,
-                             const char *text) {
-    cflow_error err;
-    cflow_choice choice;
-    const cflow_pick pick = {.row = i, .n_top = -1, .top_p = 1, .repetition_penalty = 1};
-    CHECK(!cflow_ctx_logits(ctx, i), "row %d keeps logits", i);
-    CHECK(cflow_ctx_sample(ctx, &pick, 1, &choice, NULL) == CFLOW_EINVAL, "row %d is sampled", i);
-    CHECK(score->token == -1 && isnan(score->logprob) && !score->n_top, "row %d is scored", i);
-    cflow_ctx_row_error(ctx, i, &err);
-    CHECK(strstr(err.text, text), "row %d: %s", i, err.text);
-}
-
 static void check_spoilt_prompt(cflow_ctx *ctx, const answer *got, int expert, cflow_status status,
                                 const char *text) {
     int n_failed = 0;
     for (int32_t i = 0; i < N_ROWS; i++) {
-        const int32_t expected = is_hit(i, expert) ? status : CFLOW_OK;
-        CHECK(got->status[i] == expected, "%s: row %d has status %d", text, i, got->status[i]);
-        if (expected) {
+        if (is_hit(i, expert)) {
             n_failed++;
-            check_failed_row(ctx, i, &got->scores[i], text);
+            row_has_failed(ctx, got, i, status, text);
             continue;
         }
         cflow_error err;
+        CHECK(got->status[i] == CFLOW_OK, "%s: row %d has status %d", text, i, got->status[i]);
         cflow_ctx_row_error(ctx, i, &err);
         CHECK(!*err.text, "row %d: %s", i, err.text);
         CHECK(!memcmp(got->logits[i], want.prompt.logits[i], sizeof got->logits[i]),
@@ -354,8 +260,8 @@ static void a_fault_fails_the_rows_that_need_it(mood_kind mood, cflow_status sta
     for (int expert = 0; expert < TINY_EXPERTS; expert++)
         for (int n_threads = 1; n_threads <= 4; n_threads *= 4) {
             disk d = {0};
-            set_mood(&d, mood, expert);
             cflow_model *model = open_model(2, (cflow_model_options){0}, &d);
+            set_mood(&d, model, mood, expert);
             cflow_ctx *ctx = open_ctx(model, n_threads);
             answer got;
             char named[128];
@@ -370,7 +276,7 @@ static void a_fault_fails_the_rows_that_need_it(mood_kind mood, cflow_status sta
                                : mood == IS_CUT ? s.failed_cut
                                                 : s.failed_altered;
             CHECK(n == 2, "%llu failed", (unsigned long long)n);
-            set_mood(&d, WELL, -1);
+            set_mood(&d, model, WELL, -1);
             cflow_ctx_close(ctx);
             same_bits(model, n_threads, "after a fault");
             cflow_model_close(model);
@@ -379,13 +285,13 @@ static void a_fault_fails_the_rows_that_need_it(mood_kind mood, cflow_status sta
 
 static void every_expert_may_fail(void) {
     disk d = {0};
-    set_mood(&d, FAILS, -1);
     cflow_model *model = open_model(2, (cflow_model_options){0}, &d);
+    set_mood(&d, model, FAILS, -1);
     cflow_ctx *ctx = open_ctx(model, 2);
     answer got;
     CHECK(run_prompt(ctx, &got) == CFLOW_OK, "step");
     for (int32_t i = 0; i < N_ROWS; i++) CHECK(got.status[i] == CFLOW_EIO, "%d", got.status[i]);
-    set_mood(&d, WELL, -1);
+    set_mood(&d, model, WELL, -1);
     cflow_ctx_close(ctx);
     same_bits(model, 2, "after all failed");
     cflow_model_close(model);
@@ -397,31 +303,26 @@ static void a_disk_that_hangs_fails_the_rows_that_need_it(cflow_window window) {
     disk *d = &disks[window];
     int expert = 0;
     while (!is_hit(0, expert)) expert++;
-    set_mood(d, HANGS, expert);
     const cflow_model_options options = {
         .expert_threads = 2, .expert_timeout_s = 0.05, .expert_window = (int32_t)window};
     cflow_model *model = open_model(3, options, d);
+    set_mood(d, model, HANGS, expert);
     cflow_ctx *ctx = open_ctx(model, 2);
     answer got;
+    char text[64];
+    snprintf(text, sizeof text, "layer 1, expert %d: the disk did not answer in time", expert);
     for (int round = 0; round < 2; round++) {
         CHECK(run_prompt(ctx, &got) == CFLOW_OK, "step");
-        check_spoilt_prompt(ctx, &got, expert, CFLOW_EIO, "did not answer in time");
+        check_spoilt_prompt(ctx, &got, expert, CFLOW_EIO, text);
     }
     cflow_tier_stats s;
     cflow_model_tier(model, &s);
     CHECK(s.failed_timed_out && s.n_overdue == 1, "%llu timed out, %u overdue",
           (unsigned long long)s.failed_timed_out, s.n_overdue);
-    set_mood(d, WELL, -1);
+    set_mood(d, model, WELL, -1);
     sem_post(&d->go_on);
     cflow_ctx_close(ctx);
     cflow_model_close(model);
-}
-
-static void *cancel_once_reading(void *arg) {
-    void **args = arg;
-    sem_wait(&((disk *)args[0])->begun);
-    cflow_ctx_cancel(args[1]);
-    return NULL;
 }
 
 /* The step returns although the disk does not. */
@@ -430,15 +331,15 @@ static void a_wait_can_be_cancelled(void) {
     cflow_model *model = open_model(2, (cflow_model_options){0}, &d);
     cflow_ctx *ctx = open_ctx(model, 2);
     for (int round = 0; round < 8; round++) {
-        set_mood(&d, HANGS, -1);
-        void *args[] = {&d, ctx};
+        set_mood(&d, model, HANGS, -1);
+        cancellation cancel = {&d, ctx};
         pthread_t thread;
-        pthread_create(&thread, NULL, cancel_once_reading, args);
+        pthread_create(&thread, NULL, cancel_once_reading, &cancel);
         answer got;
         const cflow_status status = run_prompt(ctx, &got);
         CHECK(status == CFLOW_ECANCELLED, "status %d", status);
         pthread_join(thread, NULL);
-        set_mood(&d, WELL, -1);
+        set_mood(&d, model, WELL, -1);
         sem_post(&d.go_on);
         same_bits(model, 2, "after a cancelled wait");
         CHECK(run_prompt(ctx, &got) == CFLOW_OK, "step");
@@ -467,7 +368,7 @@ static void single_records_can_be_looked_at(void) {
         CHECK(cflow_model_rows(model, t, e, 3, 4, on_disk, &err) == CFLOW_OK, "%s", err.text);
         CHECK(!memcmp(in_memory, on_disk, sizeof on_disk), "expert %u differs", e);
     }
-    set_mood(&d, IS_ALTERED, 0);
+    set_mood(&d, model, IS_ALTERED, 0);
     CHECK(cflow_model_rows(model, t, 0, 3, 4, on_disk, &err) == CFLOW_EFORMAT, "altered");
     CHECK(strstr(err.text, "block 1 expert 0: its checksum is wrong"), "%s", err.text);
     cflow_model_close(model);
@@ -476,13 +377,8 @@ static void single_records_can_be_looked_at(void) {
 
 static void refused(cflow_model_options options, const char *text) {
     tiny f = tiny_open();
-    cflow_model *model;
-    cflow_error err = {{0}};
     if (!options.expert_cache) options.expert_cache = 2 * f.records[1].offset;
-    if (!options.expert_threads) options.expert_threads = 1;
-    if (options.expert_timeout_s == 0) options.expert_timeout_s = 1;
-    CHECK(open_file(&model, &f, options, NULL, &err) == CFLOW_EINVAL, "%s is opened", text);
-    CHECK(strstr(err.text, text), "%s", err.text);
+    tiny_refused(&f, options, text);
     tiny_close(&f);
 }
 
@@ -509,7 +405,8 @@ int main(void) {
     a_warm_start_leaves_nothing_to_miss();
     a_fault_fails_the_rows_that_need_it(FAILS, CFLOW_EIO, "the operating system failed the read");
     a_fault_fails_the_rows_that_need_it(IS_CUT, CFLOW_EFORMAT, "the file ends inside it");
-    a_fault_fails_the_rows_that_need_it(IS_ALTERED, CFLOW_EFORMAT, "its checksum is wrong");
+    a_fault_fails_the_rows_that_need_it(IS_ALTERED, CFLOW_EFORMAT,
+                                        "its checksum is wrong: its bytes were altered");
     every_expert_may_fail();
     a_disk_that_hangs_fails_the_rows_that_need_it(CFLOW_WINDOW_DELAY);
     a_disk_that_hangs_fails_the_rows_that_need_it(CFLOW_WINDOW_NONE);
