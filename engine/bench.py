@@ -76,8 +76,9 @@ class TierUse:
         )
 
     def floor_tok_s(self, disk_gb_s: float) -> float | None:
-        """Tokens a second if nothing took time but reading what was missed; None if nothing was."""
-        if not self.misses:
+        """Tokens a second if nothing took time but reading what was missed. None if nothing was, or
+        all of it had been read ahead before, so that no read says how large it is."""
+        if not self.misses or not self.reads:
             return None
         missed_bytes = self.disk_bytes * self.misses / self.reads
         return disk_gb_s * 1e9 * self.tokens / missed_bytes

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from cflow.engine import bare, bench, native, synth
+from cflow.engine.bench import TierUse
 from cflow.engine.config import EngineConfig
 from cflow.engine.errors import CflowError
 from cflow.engine.experts import ExpertBank
@@ -103,6 +104,22 @@ def test_experts_from_disk_are_accounted_for(path: Path) -> None:
     assert report["prefill_expert_hits"] + report["prefill_expert_misses"] == 3 * 6
     assert report["prefill_expert_misses"] >= 3  # more experts than fit are wanted
     assert "disk_bytes" not in bench.run(config(path), prompt=1, gen=1, batch=(), runs=1).to_json()
+
+
+@pytest.mark.parametrize(
+    ("use", "want"),
+    [
+        (TierUse(tokens=10, hits=5, misses=15, reads=15, disk_bytes=60_000, stall_s=0), 1e6 / 6),
+        (TierUse(tokens=10, hits=5, misses=15, reads=20, disk_bytes=80_000, stall_s=0), 1e6 / 6),
+        (TierUse(tokens=10, hits=5, misses=15, reads=5, disk_bytes=20_000, stall_s=0), 1e6 / 6),
+        (TierUse(tokens=10, hits=20, misses=0, reads=5, disk_bytes=20_000, stall_s=0), None),
+        (TierUse(tokens=10, hits=18, misses=2, reads=0, disk_bytes=0, stall_s=0), None),
+    ],
+    ids=["misses", "wrong_guesses", "some_read_before", "no_misses", "all_read_before"],
+)
+def test_the_floor_of_the_disk(use: TierUse, want: float | None) -> None:
+    """Records of 4,000 bytes; 1 GB/s."""
+    assert use.floor_tok_s(1.0) == (None if want is None else pytest.approx(want))
 
 
 SHAPE = """
