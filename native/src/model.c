@@ -118,6 +118,12 @@ tier_options tier_options_of(const cflow_model_options *o, uint64_t budget_bytes
     return options;
 }
 
+/* A read that hangs keeps a slot; where each record has one, that is in nobody's way. */
+static uint32_t most_pinned(const cflow_model *m, int32_t n_reads) {
+    const uint32_t n = tier_slots(m->tier);
+    return n == m->header.n_records ? n : n - (uint32_t)n_reads;
+}
+
 static cflow_status open_tier(cflow_model *m, file *f, const cflow_model_options *o,
                               const tier_hooks *hooks, cflow_error *err) {
     const uint32_t n = m->header.n_records;
@@ -131,7 +137,7 @@ static cflow_status open_tier(cflow_model *m, file *f, const cflow_model_options
     const tier_options options = tier_options_of(o, o->expert_cache, hooks);
     const cflow_status s = tier_open(&m->tier, f, records, n, &options, err);
     memory_free(records);
-    if (!s) m->most_pinned = tier_slots(m->tier) - (uint32_t)o->expert_threads;
+    if (!s) m->most_pinned = most_pinned(m, o->expert_threads);
     return s;
 }
 

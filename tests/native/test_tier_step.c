@@ -140,6 +140,23 @@ static void contexts_share_the_cache(void) {
     cflow_model_close(model);
 }
 
+/* Without a window all records that a stage needs are waited for first, as many as leave a slot to
+ * each read that may hang; all of them where each record has its own. */
+static void what_is_pinned_leaves_slots_to_hang(void) {
+    for (int slots = 2; slots <= TINY_EXPERTS; slots++)
+        for (int n_reads = 1; n_reads <= 64; n_reads += n_reads < 8 ? 1 : 28) {
+            if (slots < TINY_EXPERTS && slots < n_reads + 1) continue; /* refused */
+            const cflow_model_options options = {.expert_threads = n_reads,
+                                                 .expert_window = CFLOW_WINDOW_NONE};
+            cflow_model *model = open_model(slots, options, NULL);
+            const int most = slots == TINY_EXPERTS ? TINY_EXPERTS : slots - n_reads;
+            CHECK(model->most_pinned == (uint32_t)most, "%d slots, %d reads: %u pinned", slots,
+                  n_reads, model->most_pinned);
+            same_bits(model, 2, "without a window");
+            cflow_model_close(model);
+        }
+}
+
 /* ---- accounts ---- */
 
 static int count_bits(unsigned set) {
@@ -400,6 +417,7 @@ int main(void) {
     if (failed) return failed;
     budgets_do_not_show();
     contexts_share_the_cache();
+    what_is_pinned_leaves_slots_to_hang();
     a_token_pays_for_its_misses_alone();
     first_rows_pay_for_shared_reads();
     a_warm_start_leaves_nothing_to_miss();
