@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, TypedDict, Unpack
 
 from cflow.engine import machine
@@ -16,7 +16,15 @@ from cflow.engine.experts import (
     room_for_experts,
 )
 from cflow.engine.layer_memory import fix_weights
-from cflow.engine.native import Context, ContextOptions, Model, Row, StepResult, context_memory
+from cflow.engine.native import (
+    Context,
+    ContextOptions,
+    Model,
+    Row,
+    StepResult,
+    const,
+    context_memory,
+)
 from cflow.engine.reports import Report
 
 
@@ -65,6 +73,39 @@ def open_bare(
         progress=lambda done, total: report("load", done, total),
     )
     return Bare(model, Context(model, **options), threads)
+
+
+def n_blocks(n_tokens: int) -> int:
+    """KV blocks that hold a sequence of so many tokens."""
+    return -(-n_tokens // int(const.CFLOW_KV_BLOCK))
+
+
+def open_stream(model: Model, n_tokens: int, *, threads: int, keep_values: bool = False) -> Context:
+    """A context for decode() of one stream of up to so many tokens."""
+    context = Context(
+        model,
+        threads=threads,
+        max_rows=1,
+        max_sequences=1,
+        max_context=n_tokens,
+        n_kv_blocks=n_blocks(n_tokens),
+        keep_values=keep_values,
+    )
+    context.bind(0, range(n_blocks(n_tokens)))
+    return context
+
+
+def decode(
+    context: Context, tokens: Iterable[Sequence[int]], *, n_experts: int = 0
+) -> Iterator[int]:
+    """Streams from their first positions on, fed with tokens: for each step one of every stream.
+    n_experts: of each layer, 0: top_k. Yields behind each step, whose logits are there, how many
+    are done."""
+    flags = const.CFLOW_ROW_LOGITS
+    for position, fed in enumerate(tokens):
+        rows = [Row(s, token, position, flags, n_experts=n_experts) for s, token in enumerate(fed)]
+        step(context, rows)
+        yield position + 1
 
 
 def step(context: Context, rows: Sequence[Row]) -> StepResult:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from cflow.engine import machine, native
-from cflow.engine.bare import open_bare, step
+from cflow.engine.bare import decode, n_blocks, open_bare, step
 from cflow.engine.config import EngineConfig
 from cflow.engine.disk_probe import probe_disk
 from cflow.engine.errors import CflowError
@@ -208,7 +208,7 @@ def run(
         max_rows=max(streams, min(prompt, MAX_STEP_ROWS)),
         max_sequences=streams,
         max_context=max(prompt, gen, WARM_UP_STEPS),
-        n_kv_blocks=_n_blocks(prompt) + streams * _n_blocks(gen),
+        n_kv_blocks=n_blocks(prompt) + streams * n_blocks(gen),
     )
     bench = _Bench(context, model.header.n_tokens, runs, progress)
     bench.warm_up()
@@ -251,10 +251,6 @@ def _check(model: Model, prompt: int, gen: int, batch: Sequence[int], runs: int)
     for name, n in (("runs", runs), *(("batch", n) for n in batch)):
         if n < 1:
             raise CflowError(f"{name} {n}: at least 1 is needed")
-
-
-def _n_blocks(n_tokens: int) -> int:
-    return -(-n_tokens // int(const.CFLOW_KV_BLOCK))
 
 
 def _probe_bytes() -> int:
@@ -343,7 +339,7 @@ class _Bench:
         return self._random.choices(range(self._n_tokens), k=n)
 
     def _bind(self, streams: int, n_tokens: int) -> None:
-        n = _n_blocks(n_tokens)
+        n = n_blocks(n_tokens)
         for sequence in range(streams):
             self._context.bind(sequence, range(sequence * n, (sequence + 1) * n))
 
@@ -383,11 +379,9 @@ class _Bench:
 
     def _steps(self, streams: int, n: int) -> Iterator[int]:
         """n steps of one row a stream, from empty contexts; yields how many are done."""
-        tokens = self._tokens(streams * n)
         picks = [Pick(row, temperature=0.0) for row in range(streams)]
-        flags = const.CFLOW_ROW_LOGITS
-        for position in range(n):
-            fed = tokens[position * streams : (position + 1) * streams]
-            step(self._context, [Row(s, t, position, flags) for s, t in enumerate(fed)])
+        tokens = self._tokens(streams * n)
+        fed = (tokens[i : i + streams] for i in range(0, len(tokens), streams))
+        for n_done in decode(self._context, fed):
             self._context.sample(picks)
-            yield position + 1
+            yield n_done

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from cflow.engine.bare import open_bare, step
+from cflow.engine.bare import n_blocks, open_bare, step
 from cflow.engine.config import EngineConfig
 from cflow.engine.errors import CflowError
 from cflow.engine.native import Context, Model, Row, const
@@ -53,16 +53,15 @@ def run(
     todo = _windows(Model(config.model, header_only=True), text)[:windows]
     if not todo:
         raise CflowError(f"{text_file}: fewer than two tokens, nothing to score")
-    n_blocks = WINDOW // const.CFLOW_KV_BLOCK
     model, context, threads = open_bare(
         config,
         progress,
         max_rows=WINDOW,
         max_sequences=1,
         max_context=WINDOW,
-        n_kv_blocks=n_blocks,
+        n_kv_blocks=n_blocks(WINDOW),
     )
-    context.bind(0, range(n_blocks))
+    context.bind(0, range(n_blocks(WINDOW)))
     losses: list[float] = []
     start = time.perf_counter()
     for n_done, window in enumerate(todo):

@@ -23,10 +23,10 @@ from typing import TypeVar
 import msgspec
 
 from cflow.engine import machine, native
-from cflow.engine.errors import CflowError
+from cflow.engine.bare import decode, open_stream
 from cflow.engine.lab.arms import ARMS
 from cflow.engine.lab.errors import LabError
-from cflow.engine.native import Context, Model, Row, const
+from cflow.engine.native import Model, const
 from cflow.engine.native_types import PlanInfo
 from cflow.engine.reports import Report, silent
 from cflow.engine.synth import synth, synth_header
@@ -234,25 +234,14 @@ class Decoder:
 
     def __init__(self, path: Path, threads: int, tokens: int) -> None:
         self._model = Model(str(path), threads=threads)
-        n_blocks = -(-tokens // int(const.CFLOW_KV_BLOCK))
-        self._context = Context(
-            self._model,
-            threads=threads,
-            max_rows=1,
-            max_sequences=1,
-            max_context=tokens,
-            n_kv_blocks=n_blocks,
-        )
-        self._context.bind(0, range(n_blocks))
+        self._context = open_stream(self._model, tokens, threads=threads)
         self._tokens = random.Random(1).choices(range(self._model.header.n_tokens), k=tokens)
 
     def ms(self, n_experts: int = 0) -> float:
         """A token, with so many experts of each layer (0: top_k)."""
         start = time.perf_counter()
-        for position, token in enumerate(self._tokens):
-            row = Row(0, token, position, const.CFLOW_ROW_LOGITS, n_experts=n_experts)
-            if any(self._context.step([row]).status):
-                raise CflowError("the model's logits are not finite")
+        for _ in decode(self._context, ([t] for t in self._tokens), n_experts=n_experts):
+            pass
         return 1e3 * (time.perf_counter() - start) / len(self._tokens)
 
     def bytes_per_token(self, n_experts: int = 0) -> float:

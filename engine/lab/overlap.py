@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 
 from cflow.engine import machine
-from cflow.engine.bare import step
+from cflow.engine.bare import decode, open_stream, step
 from cflow.engine.experts import ExpertBank
 from cflow.engine.hub import BUNDLED_FILE
 from cflow.engine.lab.errors import LabError
@@ -40,7 +40,6 @@ from cflow.engine.synth import synth
 RESULTS = "docs/results/overlap.json"
 RATE_PART = 0.95  # of what one reader gets: what the disk holds
 READS = 64  # of which the cost of one is the median
-BLOCK = int(const.CFLOW_KV_BLOCK)
 ARMS = {
     "none": "synchronous",
     "layer": "window of a layer",
@@ -213,26 +212,14 @@ class Pass:
 
 
 def _open_context(model: Model, case: Case, *, keep_values: bool = False) -> Context:
-    n_blocks = -(-len(case.tokens) // BLOCK)
-    context = Context(
-        model,
-        threads=case.threads,
-        max_rows=1,
-        max_sequences=1,
-        max_context=len(case.tokens),
-        n_kv_blocks=n_blocks,
-        keep_values=keep_values,
-    )
-    context.bind(0, range(n_blocks))
-    return context
+    return open_stream(model, len(case.tokens), threads=case.threads, keep_values=keep_values)
 
 
 def _decode(context: Context, case: Case, after: Callable[[], None] | None = None) -> Pass:
     """after: called behind every step."""
     choices, crc, pick = [], 0, Pick(0, temperature=0.0)
     start = time.perf_counter()
-    for position, token in enumerate(case.tokens):
-        step(context, [Row(0, token, position, const.CFLOW_ROW_LOGITS, n_experts=case.chosen)])
+    for _ in decode(context, ([token] for token in case.tokens), n_experts=case.chosen):
         choices.append(context.sample([pick])[0].token)
         crc = crc32c(context.logits(0), crc)
         if after:
@@ -242,10 +229,9 @@ def _decode(context: Context, case: Case, after: Callable[[], None] | None = Non
 
 def story(model: Model, n: int) -> tuple[int, ...]:
     """What the model itself tells, greedily, after the end of another story."""
-    case = Case("story", (0,) * n, 1, 0)
     pick = Pick(0, temperature=0.0)
     tokens = [int(model.metadata["eos_ids"][0])]
-    with closing(_open_context(model, case)) as context:
+    with closing(open_stream(model, n, threads=1)) as context:
         for position in range(n - 1):
             step(context, [Row(0, tokens[-1], position, const.CFLOW_ROW_LOGITS)])
             tokens.append(context.sample([pick])[0].token)
