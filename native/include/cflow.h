@@ -237,11 +237,11 @@ typedef struct { /* shared with the loading threads; read it any time */
 
 typedef enum { CFLOW_IO_DIRECT = 0, CFLOW_IO_CACHED = 1 } cflow_io;
 
-typedef enum { /* when experts are read; all but the first only to measure what it is worth */
-               CFLOW_WINDOW_DELAY = 0, /* once their own router has spoken */
-               CFLOW_WINDOW_LAYER =
-                   1, /* once the router of the layer in which they land has spoken */
-               CFLOW_WINDOW_NONE = 2 /* when they are to run, and nothing runs meanwhile */
+/* When experts are read. The others are there only to measure what the first is worth. */
+typedef enum {
+    CFLOW_WINDOW_DELAY = 0, /* once their own router has spoken */
+    CFLOW_WINDOW_LAYER = 1, /* once the router of the layer in which they land has spoken */
+    CFLOW_WINDOW_NONE = 2   /* when they are to run, and nothing runs meanwhile; one context */
 } cflow_window;
 
 typedef struct {
@@ -254,11 +254,12 @@ typedef struct {
                               are resident */
     int32_t expert_threads; /* reads in flight at most, 1 to 64 */
     int32_t speculate; /* 1: where experts have no delay, what the next layer's router makes of the
-                          hidden state of this one is read ahead */
+                          hidden state of this one is read ahead; 0 only to measure what that is
+                          worth */
     int32_t defer_experts;   /* of a token's experts so many, those with the least weight, join the
                                 stream a layer later, except in the last layer and never all; 0: none,
                                 as the model says */
-    int32_t expert_window;   /* cflow_window */
+    int32_t expert_window;   /* cflow_window; above 0 only to measure */
     double expert_timeout_s; /* above 0: a read without an answer for so long has failed */
     double expert_bytes_per_s; /* bound on what is read in a second; 0: none */
     uint64_t weights_memory;   /* bytes of RAM for the matrices of layers, the others stay in the

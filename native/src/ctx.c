@@ -280,6 +280,12 @@ static cflow_status open_ctx(cflow_ctx *ctx, cflow_error *err) {
     return pool_open(&ctx->pool, ctx->options.n_threads, err);
 }
 
+/* There is one ring; and who waits for records while he holds pins must not wait for another who
+ * does. */
+static int has_one_context(const cflow_model *m) {
+    return m->ring || (m->tier && m->window == CFLOW_WINDOW_NONE);
+}
+
 cflow_status cflow_ctx_open(cflow_ctx **out, const cflow_model *model,
                             const cflow_ctx_options *options, cflow_error *err) {
     *out = NULL;
@@ -289,9 +295,10 @@ cflow_status cflow_ctx_open(cflow_ctx **out, const cflow_model *model,
     if (status != CFLOW_OK) return status;
     cflow_ctx *ctx = memory_zeroed(1, sizeof *ctx);
     if (!ctx) return fail(err, CFLOW_ENOMEM, "no memory for a context");
-    if (model->ring && atomic_exchange(&model->ring->is_taken, 1)) {
+    if (has_one_context(model) && atomic_exchange(&((cflow_model *)model)->is_taken, 1)) {
         memory_free(ctx);
-        return fail(err, CFLOW_EINVAL, "a model opened with weights_memory has one context");
+        return fail(err, CFLOW_EINVAL, "a model opened with %s has one context",
+                    model->ring ? "weights_memory" : "expert_window NONE");
     }
     model_hold(model);
     ctx->model = model;
@@ -308,7 +315,7 @@ cflow_status cflow_ctx_open(cflow_ctx **out, const cflow_model *model,
 void cflow_ctx_close(cflow_ctx *ctx) {
     if (!ctx) return;
     ring_abandon(ctx);
-    if (ctx->model->ring) atomic_store(&ctx->model->ring->is_taken, 0);
+    atomic_store(&((cflow_model *)ctx->model)->is_taken, 0);
     pool_close(ctx->pool);
     arena_close(&ctx->memory);
     cflow_model_close((cflow_model *)ctx->model);

@@ -53,6 +53,7 @@ struct cflow_model {
     cflow_window window;
     uint32_t most_pinned; /* records a step may pin while it waits for others */
     atomic_int n_holders; /* who opened it, and its contexts */
+    atomic_int is_taken;  /* by its context, where it has one only */
 };
 
 static inline const cflow_layer *model_layer(const cflow_model *m, uint32_t l) {

@@ -14,8 +14,6 @@
 #ifndef CFLOW_RING_H
 #define CFLOW_RING_H
 
-#include <stdatomic.h>
-
 #include "file.h"
 #include "model.h"
 
@@ -46,7 +44,6 @@ struct ring {
     tier *tier;
     uint32_t next; /* use to be demanded next */
     int is_reading;
-    atomic_int is_taken; /* by a context */
 };
 
 #define NO_RECORD UINT32_MAX

@@ -2,6 +2,7 @@
  * accounts, and faults that concern nobody but the rows that chose the expert. */
 #include <pthread.h>
 
+#include "ctx.h"
 #include "tiny_model.h"
 
 enum {
@@ -137,6 +138,18 @@ static void contexts_share_the_cache(void) {
     pthread_t threads[3];
     for (int i = 0; i < 3; i++) pthread_create(&threads[i], NULL, run_ten_times, model);
     for (int i = 0; i < 3; i++) pthread_join(threads[i], NULL);
+    cflow_model_close(model);
+}
+
+static void without_a_window_there_is_one_context(void) {
+    const cflow_model_options options = {.expert_window = CFLOW_WINDOW_NONE};
+    cflow_model *model = open_model(2, options, NULL);
+    cflow_ctx *ctx = open_ctx(model, 1), *other;
+    cflow_error err = {{0}};
+    CHECK(cflow_ctx_open(&other, model, &ctx->options, &err) == CFLOW_EINVAL && !other, "two");
+    CHECK(strstr(err.text, "expert_window NONE has one context"), "%s", err.text);
+    cflow_ctx_close(ctx);
+    same_bits(model, 1, "one after the other");
     cflow_model_close(model);
 }
 
@@ -417,6 +430,7 @@ int main(void) {
     if (failed) return failed;
     budgets_do_not_show();
     contexts_share_the_cache();
+    without_a_window_there_is_one_context();
     what_is_pinned_leaves_slots_to_hang();
     a_token_pays_for_its_misses_alone();
     first_rows_pay_for_shared_reads();
