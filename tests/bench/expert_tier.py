@@ -1,7 +1,7 @@
 """Models larger than the memory they get: how fast, beside the floor of the disk, and in how much.
 
     make bench-experts                            every case, 22 GB of files in build/experts
-    make bench-experts FLAGS=qwen3-30b-a3b-6GiB   one case; figures of the others stay
+    make bench-experts FLAGS=qwen3-30b-a3b-6GiB   one model and limit; figures of the others stay
     make bench-experts FLAGS="--folder /data"     files, kept there, are elsewhere
 
 A model has random weights and routes evenly, the worst case. The benchmark runs in a memory control
@@ -39,6 +39,7 @@ ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "docs" / "results" / "expert_tier.json"
 GROUPS = Path("/sys/fs/cgroup/memory")
 CACHE = "25%"
+READS = "CFLOW_EXPERT_READS"
 KV_BYTES = 256 << 20
 MORE_BYTES = 300_000_000  # what a worker may take beside weights, cache, keys and values
 PROMPT = 64
@@ -49,6 +50,7 @@ class Case:
     shape: str
     gen: int  # tokens of a run
     limit: int | None = None  # bytes of memory for the whole process
+    reads: int = 3  # in flight at most
 
     @property
     def name(self) -> str:
@@ -57,7 +59,7 @@ class Case:
     @property
     def command(self) -> str:
         """As one types it, inside the limit."""
-        return f"cflow bench {self.shape}.cflow {' '.join(self.flags)}"
+        return f"{READS}={self.reads} cflow bench {self.shape}.cflow {' '.join(self.flags)}"
 
     @property
     def flags(self) -> list[str]:
@@ -67,6 +69,7 @@ class Case:
 CASES = (
     Case("arch2_4_8k_4l", gen=64),
     Case("qwen3-30b-a3b", gen=32),
+    Case("qwen3-30b-a3b", gen=32, limit=6 << 30, reads=2),
     Case("qwen3-30b-a3b", gen=32, limit=6 << 30),
 )
 
@@ -76,6 +79,7 @@ def measure(case: Case, path: Path) -> dict[str, Any]:
         command = [sys.executable, "-P", "-m", "cflow.server", "bench", str(path), "--json"]
         job = subprocess.run(
             [*command, *case.flags],
+            env=os.environ | {READS: str(case.reads)},
             preexec_fn=None if group is None else partial(_enter, group),
             stdout=subprocess.PIPE,
             check=True,
@@ -96,7 +100,8 @@ def measure(case: Case, path: Path) -> dict[str, Any]:
         "disk_probe_gb_s": found["disk_probe_gb_s"],
         "decode": _phase(found, "decode", "", 3 * case.gen),
         "prefill": _phase(found, "prefill", "prefill_", 3 * PROMPT),
-        "memory": asyncio.run(_worker_memory(path)) if case.limit is None else None,
+        "memory": asyncio.run(_worker_memory(path, case.reads)) if case.limit is None else None,
+        "expert_reads": case.reads,
     }
 
 
@@ -113,13 +118,14 @@ def _phase(found: dict[str, Any], name: str, prefix: str, n_tokens: int) -> dict
     }
 
 
-async def _worker_memory(path: Path) -> dict[str, int]:
+async def _worker_memory(path: Path, reads: int) -> dict[str, int]:
     """The most that a serving worker had resident, and what it may have."""
+    config = EngineConfig(
+        model=str(path), expert_cache=CACHE, expert_reads=reads, kv_memory=KV_BYTES
+    )
     with tempfile.TemporaryDirectory() as uses:
         os.environ["XDG_CACHE_HOME"] = uses
-        engine = await Engine.start(
-            EngineConfig(model=str(path), expert_cache=CACHE, kv_memory=KV_BYTES)
-        )
+        engine = await Engine.start(config)
         try:
             ready = await engine.wait_ready()
             sampling = SamplingParams(max_tokens=16, temperature=1, seed=1, ignore_eos=True)
@@ -166,13 +172,12 @@ def _peak(group: Path) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="measure models larger than their memory")
-    names = [case.name for case in CASES]
+    names = list(dict.fromkeys(case.name for case in CASES))
     parser.add_argument("cases", nargs="*", default=names, choices=names, help="default: all")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "experts")
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     old = json.loads(RESULTS.read_text())["runs"] if RESULTS.exists() else []
-    reads = EngineConfig(model="").expert_reads
     runs = {(run["case"], run["expert_reads"]): run for run in old}
     for case in CASES:
         if case.name not in args.cases:
@@ -180,8 +185,7 @@ def main() -> None:
         path = args.folder / f"{case.shape}.cflow"
         if not path.exists():
             synth(case.shape, path)
-        run = measure(case, path) | {"expert_reads": reads}
-        runs[case.name, reads] = run
+        run = runs[case.name, case.reads] = measure(case, path)
         print(json.dumps(run, indent=2))
         RESULTS.write_text(json.dumps(_results(list(runs.values())), indent=2) + "\n")
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from cflow.engine.config import EngineConfig
 from cflow.engine.errors import CflowError
 from cflow.engine.machine import Memory
 from cflow.server.cli import app
@@ -107,6 +108,24 @@ def test_a_file_in_stage_order_is_inspected_and_run(shape: Path, model: Path) ->
     texts = [runner.invoke(app, ["run", str(path), *flags]) for path in (model, by_stage)]
     assert [text.exit_code for text in texts] == [0, 0]
     assert texts[0].stdout == texts[1].stdout
+
+
+def test_what_has_no_flag_is_set_in_the_environment(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of bench: how many reads of experts are in flight, in the engine and in the probe of the disk."""
+    found: list[EngineConfig] = []
+
+    def run(config: EngineConfig, **_: Any) -> None:
+        found.append(config)
+        raise CflowError("seen")
+
+    monkeypatch.setattr("cflow.engine.bench.run", run)
+    for environment, reads in (({"CFLOW_EXPERT_READS": "3"}, 3), ({}, 2)):
+        runner.invoke(app, ["bench", str(model)], env=environment)
+        assert found.pop().expert_reads == reads
+    result = runner.invoke(app, ["bench", str(model)], env={"CFLOW_EXPERT_READS": "many"})
+    assert "CFLOW_EXPERT_READS" in str(result.exception)
 
 
 def test_plan_of_a_file_and_of_its_shape_agree(
