@@ -5,6 +5,7 @@ CflowError                 str() is for the person who reads it
   EngineError              running a model failed; has .code
     ModelError             a model file or reference cannot be used
       FetchError           a model is not here and its source cannot be reached
+      NoModelError         a reference names nothing that there is
     TemplateError          the model's chat template failed on these messages
 """
 
@@ -42,6 +43,10 @@ class ModelError(EngineError):
 
 class FetchError(ModelError):
     """A model that is not on this machine and cannot be fetched; the message says what would help."""
+
+
+class NoModelError(ModelError):
+    """A reference that names no file, folder, repository or catalogue entry; the message lists those."""
 
 
 class TemplateError(EngineError):

@@ -20,7 +20,7 @@ from pathlib import Path
 from cflow.engine import catalogue
 from cflow.engine.catalogue import Entry
 from cflow.engine.convert import convert
-from cflow.engine.errors import ModelError
+from cflow.engine.errors import ModelError, NoModelError
 from cflow.engine.formats.cflow import MAGIC
 from cflow.engine.reports import Report, silent
 
@@ -48,7 +48,7 @@ def _resolve(reference: str, report: Report) -> Path:
         return _from_path(_from_hub(reference.removeprefix("hf:"), report), report)
     path = Path(os.path.expanduser(reference))
     if not path.exists():
-        raise ModelError(
+        raise NoModelError(
             f"no model {reference!r}: it is neither a file or folder here, nor hf:org/repo, nor in "
             f"the catalogue ({', '.join([*known, BUNDLED])})"
         )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cflow.engine.errors import NoModelError
 from cflow.server.commands.models import MODEL, resolve
 from cflow.server.commands.output import Json, print_json, size, table
 from cflow.server.options import engine_flags, read_engine
@@ -80,9 +81,21 @@ def plan(
 
     config = read_engine(model, engine)
     memory = (config.expert_cache, config.weights_memory)
-    is_shape = planner.is_shape(model)
-    found = planner.run_shape(model, *memory) if is_shape else planner.run(resolve(model), *memory)
+    if planner.is_shape(model):
+        found = planner.run_shape(model, *memory)
+    else:
+        found = planner.run(_resolve_beside_shapes(model), *memory)
     print_json(found.to_json()) if json else _print_plan(found)
+
+
+def _resolve_beside_shapes(model: str) -> Path:
+    """As resolve does; what there is no model of might have been a shape."""
+    from cflow.engine.synth import shape_names
+
+    try:
+        return resolve(model)
+    except NoModelError as error:
+        raise NoModelError(f"{error}, nor a shape ({', '.join(shape_names())})") from None
 
 
 def _print_plan(plan: Plan) -> None:

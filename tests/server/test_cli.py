@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from cflow.engine.config import EngineConfig
 from cflow.engine.errors import CflowError
 from cflow.engine.machine import Memory
+from cflow.engine.synth import SHAPES
 from cflow.server.cli import app
 from cflow.server.options import ENGINE_FLAGS, read_engine
 
@@ -145,6 +146,13 @@ def test_plan_of_a_file_and_of_its_shape_agree(
     output = " ".join(runner.invoke(app, ["plan", str(model)]).output.split())
     for words in ("predicted decode", "whatever the delays", "sum over layers of max(attention"):
         assert words in output
+
+
+def test_plan_of_nothing_lists_models_and_shapes() -> None:
+    problem = runner.invoke(app, ["plan", "nosuchshape"]).exception
+    assert isinstance(problem, CflowError)
+    for name in ("smollm2-135m", "tinystories", *(path.stem for path in SHAPES.glob("*.toml"))):
+        assert name in str(problem)
 
 
 def test_doctor() -> None:
