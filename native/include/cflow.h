@@ -309,18 +309,20 @@ typedef struct {
     uint32_t n_overdue; /* of n_loading, without an answer for longer than expert_timeout_s */
     int32_t direct_io;  /* 1: reads go past the page cache */
     uint64_t hits;      /* experts wanted that were resident, or being read for another step */
-    uint64_t misses;
-    uint64_t reads; /* records, the warm start's apart */
+    uint64_t misses;    /* all others, also where speculation had read them already */
+    uint64_t reads;     /* records, the warm start's apart */
     uint64_t disk_bytes;
     uint64_t warm_bytes;  /* read by cflow_model_warm */
-    uint64_t extra_reads; /* of records that had to make room before they were used */
+    uint64_t extra_reads; /* of records that made room before they were used, or that a look at
+                             their rows brought */
     uint64_t evictions;
-    uint64_t speculated;                 /* reads begun because an expert was likely to be wanted */
-    uint64_t useful;                     /* of those: done when it was wanted */
-    uint64_t late;                       /* begun, or still to begin */
-    uint64_t wasted;                     /* evicted or failed before it was wanted */
-    uint64_t failed_io;                  /* reads: the operating system failed it */
-    uint64_t failed_cut;                 /* the file ends inside the record */
+    uint64_t speculated; /* reads begun because an expert was likely to be wanted; or wanted before
+                            they began */
+    uint64_t useful;     /* of those: done when it was wanted */
+    uint64_t late;       /* begun, or still to begin */
+    uint64_t wasted;     /* evicted or failed before it was wanted */
+    uint64_t failed_io;  /* reads: the operating system failed it */
+    uint64_t failed_cut; /* the file ends inside the record */
     uint64_t failed_altered;             /* the checksum is wrong */
     uint64_t failed_timed_out;           /* no answer in expert_timeout_s */
     uint64_t stall_ns;                   /* how long steps slept for want of a record */

@@ -18,16 +18,12 @@ static cflow_status no_memory(size_t bytes, const char *what, cflow_error *err) 
                 bytes, (double)bytes / 1e9);
 }
 
-size_t arena_mapped(size_t bytes) {
-    return round_up(bytes ? bytes : 1, HUGE_PAGE);
-}
-
 /* An unreadable page stays on either side: nothing runs over unseen, and the kernel never merges
  * two arenas into one mapping, so that smaps counts each alone. */
 cflow_status arena_open(arena *a, size_t bytes, const char *what, cflow_error *err) {
     *a = (arena){0};
     if (bytes > SIZE_MAX / 2) return no_memory(bytes, what, err);
-    const size_t size = arena_mapped(bytes);
+    const size_t size = round_up(bytes ? bytes : 1, HUGE_PAGE);
     const size_t reserved = size + HUGE_PAGE + 2 * PAGE;
     uint8_t *start =
         mmap(NULL, reserved, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);

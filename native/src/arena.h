@@ -15,8 +15,6 @@ typedef struct {
 
 /* Maps `bytes` (rounded up to 2 MiB). ENOMEM says how many. */
 cflow_status arena_open(arena *a, size_t bytes, const char *what, cflow_error *err);
-/* What arena_open will map for `bytes`. */
-size_t arena_mapped(size_t bytes);
 void arena_close(arena *a); /* a closed or zeroed arena is a no-op */
 /* The next `bytes`, 64-aligned. The caller sized the arena; NULL if it did so wrongly. */
 void *arena_take(arena *a, size_t bytes);

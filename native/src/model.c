@@ -241,59 +241,18 @@ const void *cflow_model_section(const cflow_model *model, uint32_t section, uint
 
 void cflow_model_memory(const cflow_model *model, cflow_memory *out) {
     *out = model->memory;
-    const tier *tiers[] = {model->tier, model->ring ? model->ring->tier : NULL};
-    for (int i = 0; i < 2; i++) {
-        if (!tiers[i]) continue;
-        out->resident_bytes += arena_mapped(tier_slots(tiers[i]) * tier_slot_bytes(tiers[i]));
-        out->huge_bytes += tier_huge_bytes(tiers[i]);
-    }
-}
-
-static cflow_tier_stats stats_of(tier *t, uint32_t n_records) {
-    tier_stats s;
-    tier_get_stats(t, &s);
-    cflow_tier_stats out = {
-        .n_records = n_records,
-        .n_slots = tier_slots(t),
-        .slot_bytes = tier_slot_bytes(t),
-        .n_resident = s.n_resident,
-        .n_loading = s.n_loading,
-        .n_overdue = s.n_overdue,
-        .direct_io = tier_is_direct(t),
-        .hits = s.hits,
-        .misses = s.misses,
-        .reads = s.reads,
-        .disk_bytes = s.disk_bytes,
-        .warm_bytes = s.warm_bytes,
-        .extra_reads = s.extra_reads,
-        .evictions = s.evictions,
-        .speculated = s.speculated,
-        .useful = s.useful,
-        .late = s.late,
-        .wasted = s.wasted,
-        .failed_io = s.failed[TIER_EIO],
-        .failed_cut = s.failed[TIER_CUT],
-        .failed_altered = s.failed[TIER_ALTERED],
-        .failed_timed_out = s.failed[TIER_TIMED_OUT],
-        .stall_ns = s.stall_ns,
-        .read_ns = s.read_ns,
-        .ghost_hits_2x = s.ghost_hits_2x,
-        .ghost_hits_4x = s.ghost_hits_4x,
-    };
-    _Static_assert(sizeof out.latencies == sizeof s.latencies, "both histograms are one");
-    memcpy(out.latencies, s.latencies, sizeof s.latencies);
-    return out;
+    if (model->tier) tier_add_memory(model->tier, out);
+    if (model->ring && model->ring->tier) tier_add_memory(model->ring->tier, out);
 }
 
 void cflow_model_tier(const cflow_model *model, cflow_tier_stats *out) {
     *out = (cflow_tier_stats){0};
-    if (model->tier) *out = stats_of(model->tier, model->header.n_records);
+    if (model->tier) tier_get_stats(model->tier, out);
 }
 
 void cflow_model_layer_tier(const cflow_model *model, cflow_tier_stats *out) {
     *out = (cflow_tier_stats){0};
-    if (model->ring && model->ring->tier)
-        *out = stats_of(model->ring->tier, model->ring->n_records);
+    if (model->ring && model->ring->tier) tier_get_stats(model->ring->tier, out);
 }
 
 void cflow_model_layer_records(const cflow_model *model, cflow_layer_records *out) {

@@ -71,9 +71,9 @@ struct tier {
     int n_started;
     int n_readers; /* started and not left */
     int closing;
-    int abandoned;      /* tier_close went without the readers that are stuck */
-    double next_read_s; /* not earlier, for max_bytes_per_s */
-    tier_stats stats;
+    int abandoned;          /* tier_close went without the readers that are stuck */
+    double next_read_s;     /* not earlier, for max_bytes_per_s */
+    cflow_tier_stats stats; /* its counters */
 };
 
 /* ---- time ---- */
@@ -200,14 +200,14 @@ static ssize_t read_some(const tier *t, int fd, uint8_t *out, size_t n, uint64_t
     return h->read ? h->read(h->arg, fd, out, n, (off_t)offset) : pread(fd, out, n, (off_t)offset);
 }
 
-int tier_is_direct(const tier *t) {
+static int is_direct(const tier *t) {
     return !t->options.cached && file_is_direct(&t->file);
 }
 
 /* A read that stopped in the middle goes on; from an odd place only a buffered one can. */
 static tier_result read_record(tier *t, const tier_record *r, uint8_t *out) {
     for (uint64_t done = 0; done < r->bytes;) {
-        const int direct = tier_is_direct(t) && done % FILE_PAGE == 0;
+        const int direct = is_direct(t) && done % FILE_PAGE == 0;
         const ssize_t got = read_some(t, direct ? t->file.direct_fd : t->file.fd, out + done,
                                       r->bytes - done, r->offset + done);
         if (got > 0)
@@ -254,13 +254,22 @@ static int begin_read(tier *t, reader *self) {
     return 1;
 }
 
+static void count_failure(tier *t, tier_result result) {
+    cflow_tier_stats *s = &t->stats;
+    uint64_t *const counts[] = {[TIER_EIO] = &s->failed_io,
+                                [TIER_CUT] = &s->failed_cut,
+                                [TIER_ALTERED] = &s->failed_altered,
+                                [TIER_TIMED_OUT] = &s->failed_timed_out};
+    ++*counts[result];
+}
+
 static void count_read(tier *t, const entry *e, tier_result result) {
     const uint64_t ns = (uint64_t)(1e9 * fmax(now_s(t) - e->started, 0));
     uint32_t bucket = 0;
-    while (bucket < TIER_LATENCIES - 1 && ns >= (uint64_t)FIRST_LATENCY_NS << bucket) bucket++;
+    while (bucket < CFLOW_LATENCIES - 1 && ns >= (uint64_t)FIRST_LATENCY_NS << bucket) bucket++;
     t->stats.read_ns += ns;
     t->stats.latencies[bucket]++;
-    if (result) t->stats.failed[result]++;
+    if (result) count_failure(t, result);
     if (result && result != TIER_ALTERED) return;
     if (e->warming) {
         t->stats.warm_bytes += e->file.bytes;
@@ -453,7 +462,7 @@ static void end_wait(tier *t, uint32_t record) {
 }
 
 static void time_out(tier *t, entry *e) {
-    if (!e->overdue) t->stats.failed[TIER_TIMED_OUT]++;
+    if (!e->overdue) count_failure(t, TIER_TIMED_OUT);
     e->overdue = e->state == LOADING;
 }
 
@@ -539,7 +548,7 @@ void tier_interrupt(tier *t) {
 }
 
 const char *tier_result_text(tier_result result) {
-    static const char *const texts[TIER_N_RESULTS] = {
+    static const char *const texts[] = {
         "it is resident",
         "the operating system failed the read",
         "the file ends inside it",
@@ -626,9 +635,13 @@ void tier_uses(tier *t, uint64_t *uses) {
     pthread_mutex_unlock(&t->lock);
 }
 
-void tier_get_stats(tier *t, tier_stats *out) {
+void tier_get_stats(tier *t, cflow_tier_stats *out) {
     pthread_mutex_lock(&t->lock);
     *out = t->stats;
+    out->n_records = t->n_records;
+    out->n_slots = t->n_slots;
+    out->slot_bytes = t->slot_bytes;
+    out->direct_io = is_direct(t);
     out->n_resident = t->used.n;
     const double now = now_s(t);
     for (int i = 0; i < t->options.n_threads; i++) {
@@ -644,12 +657,9 @@ uint32_t tier_slots(const tier *t) {
     return t->n_slots;
 }
 
-uint64_t tier_slot_bytes(const tier *t) {
-    return t->slot_bytes;
-}
-
-uint64_t tier_huge_bytes(const tier *t) {
-    return arena_huge_bytes(&t->memory);
+void tier_add_memory(const tier *t, cflow_memory *memory) {
+    memory->resident_bytes += t->memory.bytes;
+    memory->huge_bytes += arena_huge_bytes(&t->memory);
 }
 
 /* ---- life ---- */

@@ -47,8 +47,7 @@ typedef enum {
     TIER_CUT = 2,       /* the file ends inside the record */
     TIER_ALTERED = 3,   /* the checksum is wrong */
     TIER_TIMED_OUT = 4, /* no answer from the disk in timeout_s */
-    TIER_CANCELLED = 5, /* the caller's flag was set; no fault of the record */
-    TIER_N_RESULTS = 6
+    TIER_CANCELLED = 5  /* the caller's flag was set; no fault of the record */
 } tier_result;
 
 typedef struct { /* what tests replace; NULL: pread, CLOCK_MONOTONIC in seconds */
@@ -77,12 +76,9 @@ cflow_status tier_open(tier **out, file *f, const tier_record *records, uint32_t
 /* Nobody waits or holds pins any more. */
 void tier_close(tier *t);
 uint32_t tier_slots(const tier *t);
-uint64_t tier_slot_bytes(const tier *t);
-/* Of all slots, what huge pages back, read back now; reads /proc, so not for every step. */
-uint64_t tier_huge_bytes(const tier *t);
-/* 1 while reads go past the page cache: it was not asked otherwise and the file system allows it.
- */
-int tier_is_direct(const tier *t);
+/* Adds what the slots take, and of it what huge pages back, read back now; reads /proc, so not for
+ * every step. */
+void tier_add_memory(const tier *t, cflow_memory *memory);
 
 /* Says that each of n different records will be acquired, and counts it as used, hit or missed.
  * missed (n,) or NULL: 1 where its bytes come from the disk because of this demand. */
@@ -115,34 +111,8 @@ void tier_uses(tier *t, uint64_t *uses);
  * progress->cancel (progress may be NULL) ended it early, ENOMEM. */
 cflow_status tier_warm(tier *t, const uint64_t *uses, cflow_progress *progress, cflow_error *err);
 
-#define TIER_LATENCIES 20
-
-/* Counters since tier_open, then the state of the moment. Where no read failed, none was withdrawn
- * and no speculation is pending (speculated = useful + late + wasted),
- * reads = misses + wasted + extra_reads. */
-typedef struct {
-    uint64_t hits;        /* demands of what was resident, or being read for an earlier demand */
-    uint64_t misses;      /* all others, also where speculation has read it before its demand */
-    uint64_t reads;       /* records read to the end, the warm start's apart */
-    uint64_t disk_bytes;  /* their bytes */
-    uint64_t warm_bytes;  /* read by the warm start */
-    uint64_t extra_reads; /* acquired without demand, or evicted between demand and acquire */
-    uint64_t evictions;
-    uint64_t ghost_hits_2x; /* demands of what a cache with twice the slots would have held */
-    uint64_t ghost_hits_4x; /* four times */
-    uint64_t speculated;    /* speculative reads begun, or demanded while queued */
-    uint64_t useful;        /* resident when demanded */
-    uint64_t late;          /* queued or loading when demanded */
-    uint64_t wasted;        /* evicted or failed without a demand */
-    uint64_t failed[TIER_N_RESULTS];    /* reads by what became of them; [TIER_OK] stays 0 */
-    uint64_t stall_ns;                  /* time callers of tier_acquire slept, added up */
-    uint64_t read_ns;                   /* time reads took, added up */
-    uint64_t latencies[TIER_LATENCIES]; /* reads that took less than 64 us << i, but not less than
-                                           half of that; the last also all longer ones */
-    uint32_t n_resident, n_loading;
-    uint32_t n_overdue; /* of n_loading, held by the kernel for longer than timeout_s */
-} tier_stats;
-
-void tier_get_stats(tier *t, tier_stats *out);
+/* Where no read failed, none was withdrawn and no speculation is pending (then speculated = useful +
+ * late + wasted), reads = misses + wasted + extra_reads. */
+void tier_get_stats(tier *t, cflow_tier_stats *out);
 
 #endif

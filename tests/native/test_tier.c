@@ -201,8 +201,8 @@ static void end(tier *t, disk *d) {
     drop_disk(d);
 }
 
-static tier_stats stats_of(tier *t) {
-    tier_stats s;
+static cflow_tier_stats stats_of(tier *t) {
+    cflow_tier_stats s;
     tier_get_stats(t, &s);
     return s;
 }
@@ -297,15 +297,15 @@ static void gives_the_bytes_of_the_file(int cached, size_t piece, int interrupts
     d->refuses_direct = refuses;
     tier *t = make_tier(d, 2, 3 * MAX_BYTES, cached);
     const int direct = d->direct_fd >= 0 && !cached;
-    CHECK(tier_is_direct(t) == direct, "direct %d, want %d", tier_is_direct(t), direct);
+    CHECK(stats_of(t).direct_io == direct, "direct %d, want %d", stats_of(t).direct_io, direct);
     for (uint32_t i = 0; i < 3 * d->n; i++) demand_and_get(t, d, i * 7 % d->n);
-    CHECK(tier_is_direct(t) == (direct && !refuses), "refused, yet direct");
-    const tier_stats s = stats_of(t);
+    const cflow_tier_stats s = stats_of(t);
+    CHECK(s.direct_io == (direct && !refuses), "refused, yet direct");
     CHECK(s.reads == s.misses && s.misses == 3 * d->n && !s.hits, "%llu reads, %llu misses",
           (unsigned long long)s.reads, (unsigned long long)s.misses);
     uint64_t bytes = 0, latencies = 0;
     for (uint32_t r = 0; r < d->n; r++) bytes += 3 * d->records[r].bytes;
-    for (int i = 0; i < TIER_LATENCIES; i++) latencies += s.latencies[i];
+    for (int i = 0; i < CFLOW_LATENCIES; i++) latencies += s.latencies[i];
     CHECK(s.disk_bytes == bytes, "%llu bytes, want %llu", (unsigned long long)s.disk_bytes,
           (unsigned long long)bytes);
     CHECK(latencies == s.reads, "%llu latencies", (unsigned long long)latencies);
@@ -330,8 +330,9 @@ static void says_what_the_smallest_budget_is(void) {
         CHECK(f.fd >= 0, "the file was taken all the same");
         file_close(&f);
         CHECK(!open_tier(&t, d, threads, least, 0, &f, &err), "%s", err.text);
-        CHECK(tier_slots(t) == (uint32_t)threads + 1 && tier_slot_bytes(t) == MAX_BYTES,
-              "%u slots of %llu", tier_slots(t), (unsigned long long)tier_slot_bytes(t));
+        const cflow_tier_stats s = stats_of(t);
+        CHECK(s.n_slots == (uint32_t)threads + 1 && s.slot_bytes == MAX_BYTES, "%u slots of %llu",
+              s.n_slots, (unsigned long long)s.slot_bytes);
         tier_close(t);
     }
     drop_disk(d);
@@ -341,7 +342,9 @@ static void takes_no_more_slots_than_records(void) {
     disk *d = make_disk(2, 1);
     tier *t = page_tier(d, 4, 1000);
     CHECK(tier_slots(t) == 2, "%u slots", tier_slots(t));
-    CHECK(tier_huge_bytes(t) <= 2 << 20, "more huge pages than memory");
+    cflow_memory memory = {0};
+    tier_add_memory(t, &memory);
+    CHECK(memory.resident_bytes == 2 << 20 && memory.huge_bytes <= 2 << 20, "one huge page's");
     demand_and_get(t, d, 0);
     demand_and_get(t, d, 1);
     demand_and_get(t, d, 0);
@@ -390,7 +393,7 @@ static void evicts_the_least_recently_used(void) {
     const uint32_t order[] = {0, 1, 2, 0, 3, 1, 4};
     for (uint32_t i = 0; i < 7; i++) demand_and_get(t, d, order[i]);
     check_log(d, "012314", __LINE__);
-    const tier_stats s = stats_of(t);
+    const cflow_tier_stats s = stats_of(t);
     CHECK(s.hits == 1 && s.misses == 6 && s.evictions == 3, "%llu hits, %llu misses, %llu evicted",
           (unsigned long long)s.hits, (unsigned long long)s.misses,
           (unsigned long long)s.evictions);
@@ -414,7 +417,7 @@ static void counts_each_demand_once(void) {
     uint64_t uses[4];
     tier_uses(t, uses);
     CHECK(uses[0] == 1 && uses[1] == 2 && uses[2] == 1 && uses[3] == 0, "uses");
-    const tier_stats s = stats_of(t);
+    const cflow_tier_stats s = stats_of(t);
     CHECK(s.hits == 1 && s.misses == 3 && s.reads == 3 && !s.extra_reads, "counts");
     CHECK(!get(t, d, 3) && stats_of(t).extra_reads == 1 && stats_of(t).misses == 3,
           "acquired without a demand");
@@ -461,7 +464,7 @@ static void runs_in_waves(int n_threads, uint32_t n_slots) {
             left[which] = left[--n];
         }
     }
-    const tier_stats s = stats_of(t);
+    const cflow_tier_stats s = stats_of(t);
     CHECK(s.hits + s.misses == 240 && s.reads == s.misses && !s.extra_reads,
           "%llu hits, %llu misses, %llu reads, %llu extra", (unsigned long long)s.hits,
           (unsigned long long)s.misses, (unsigned long long)s.reads,
@@ -484,7 +487,7 @@ static void later_demands_give_way_to_waiters_only(void) {
     CHECK(!get(t, d, 0), "the first demand stayed");
     while (stats_of(t).reads < 5) sched_yield(); /* the other is read again unasked */
     CHECK(!get(t, d, 2) && !get(t, d, 1), "the others");
-    const tier_stats s = stats_of(t);
+    const cflow_tier_stats s = stats_of(t);
     CHECK(s.extra_reads == 1 && s.reads == 5 && s.misses == 4, "%llu extra, %llu reads",
           (unsigned long long)s.extra_reads, (unsigned long long)s.reads);
     tier_demand(t, (const uint32_t[]){1}, 1, NULL);
@@ -526,7 +529,7 @@ static void shares_a_read_in_flight(void) {
     hold(d, r, 0);
     CHECK(!end_waiter(&a) && !end_waiter(&b), "both get it");
     check_log(d, "1", __LINE__);
-    const tier_stats s = stats_of(t);
+    const cflow_tier_stats s = stats_of(t);
     CHECK(missed[0] == 1 && missed[1] == 0 && s.misses == 1 && s.hits == 1, "one miss, one hit");
     CHECK(s.stall_ns == 4000000000ull, "two waited 2 s each: %llu ns",
           (unsigned long long)s.stall_ns);
@@ -590,8 +593,8 @@ static void speculation_is_accounted_for(void) {
     demand_and_get(t, d, 6);
     set_error(d, 7, EIO);
     tier_speculate(t, (const uint32_t[]){7}, 1);
-    while (!stats_of(t).failed[TIER_EIO]) sched_yield();
-    const tier_stats s = stats_of(t);
+    while (!stats_of(t).failed_io) sched_yield();
+    const cflow_tier_stats s = stats_of(t);
     CHECK(s.speculated == 5 && s.useful == 2 && s.late == 1 && s.wasted == 2,
           "%llu speculated: %llu useful, %llu late, %llu wasted", (unsigned long long)s.speculated,
           (unsigned long long)s.useful, (unsigned long long)s.late, (unsigned long long)s.wasted);
@@ -667,10 +670,10 @@ static void a_failed_read_fails_who_wants_it(void) {
     start_waiter(&b, t, d, r);
     hold(d, r, 0);
     CHECK(end_waiter(&a) == TIER_EIO && end_waiter(&b) == TIER_EIO, "both hear of it");
-    CHECK(stats_of(t).failed[TIER_EIO] == 1, "one read failed");
+    CHECK(stats_of(t).failed_io == 1, "one read failed");
 
     tier_demand(t, &r, 1, NULL); /* fails before anybody waits */
-    while (stats_of(t).failed[TIER_EIO] < 2) sched_yield();
+    while (stats_of(t).failed_io < 2) sched_yield();
     set_error(d, r, 0);
     CHECK(get(t, d, r) == TIER_EIO, "who demanded it hears of it");
     check_log(d, "11", __LINE__);
@@ -697,7 +700,7 @@ static void an_altered_record_is_no_record(void) {
         demand_and_get(t, d, 1);
         demand_and_get(t, d, 3); /* 2 has gone */
     }
-    CHECK(stats_of(t).failed[TIER_ALTERED] == 2, "both counted");
+    CHECK(stats_of(t).failed_altered == 2, "both counted");
     end(t, d);
 }
 
@@ -710,7 +713,7 @@ static void a_cut_file_fails_what_is_gone(int cached) {
     CHECK(get(t, d, 1) == TIER_CUT && get(t, d, 1) == TIER_CUT, "cut inside");
     CHECK(!get(t, d, 2) && !get(t, d, 3), "before the cut");
     CHECK(get(t, d, 0) == TIER_CUT, "behind it");
-    CHECK(stats_of(t).failed[TIER_CUT] == 3, "counted");
+    CHECK(stats_of(t).failed_cut == 3, "counted");
     write_record(d, 1);
     write_record(d, 0);
     CHECK(!get(t, d, 0) && !get(t, d, 1), "whole again");
@@ -742,9 +745,9 @@ static void a_read_that_hangs_is_given_up(void) {
     demand_and_get(t, d, 1); /* its end wakes the waiter */
     CHECK(end_waiter(&w) == TIER_TIMED_OUT, "%s", tier_result_text(w.result));
     CHECK(get(t, d, 0) == TIER_TIMED_OUT, "later ones hear at once");
-    tier_stats s = stats_of(t);
-    CHECK(s.failed[TIER_TIMED_OUT] == 1 && s.n_overdue == 1 && s.n_loading == 1,
-          "%llu timed out, %u overdue", (unsigned long long)s.failed[TIER_TIMED_OUT], s.n_overdue);
+    cflow_tier_stats s = stats_of(t);
+    CHECK(s.failed_timed_out == 1 && s.n_overdue == 1 && s.n_loading == 1,
+          "%llu timed out, %u overdue", (unsigned long long)s.failed_timed_out, s.n_overdue);
     for (int round = 0; round < 10; round++)
         for (uint32_t r = 1; r < d->n; r++) demand_and_get(t, d, r);
     CHECK(stats_of(t).n_resident == 2, "the third slot is the kernel's");
@@ -872,7 +875,7 @@ static void ghosts_tell_what_larger_caches_would_hold(uint32_t n_slots) {
         use_plainly(&twice, r, 100 + i);
         use_plainly(&four, r, 100 + i);
     }
-    const tier_stats s = stats_of(t);
+    const cflow_tier_stats s = stats_of(t);
     CHECK(s.hits == same.hits && s.ghost_hits_2x == twice.hits && s.ghost_hits_4x == four.hits,
           "%u slots: %llu hits, %llu with twice as many, %llu with four times; want %llu, %llu, "
           "%llu",
@@ -900,9 +903,9 @@ static void a_warm_start_reads_the_most_used(void) {
     set_error(d, 3, 0);
     demand_and_get(t, d, 0);
     demand_and_get(t, d, 1);
-    const tier_stats s = stats_of(t);
+    const cflow_tier_stats s = stats_of(t);
     CHECK(s.hits == 1 && s.misses == 1 && s.reads == 1 && s.disk_bytes == PAGE &&
-              s.warm_bytes == 2 * PAGE && s.failed[TIER_EIO] == 1 && !s.extra_reads && !s.stall_ns,
+              s.warm_bytes == 2 * PAGE && s.failed_io == 1 && !s.extra_reads && !s.stall_ns,
           "counts");
     uint64_t now[6];
     tier_uses(t, now);
@@ -980,9 +983,9 @@ static void many_threads_see_right_bytes(int n_io, uint32_t n_slots, uint32_t ba
     }
     tier_withdraw(t);
     wait_idle(t);
-    const tier_stats s = stats_of(t);
-    CHECK((n_failed > 0) == (bad < d->n) && (s.failed[TIER_EIO] > 0) == (n_failed > 0),
-          "%llu failed", (unsigned long long)n_failed);
+    const cflow_tier_stats s = stats_of(t);
+    CHECK((n_failed > 0) == (bad < d->n) && (s.failed_io > 0) == (n_failed > 0), "%llu failed",
+          (unsigned long long)n_failed);
     CHECK(s.n_resident <= n_slots, "%u resident", s.n_resident);
     for (uint32_t r = 0; r < d->n; r++) /* no pin or demand was left behind */
         if (r != bad) demand_and_get(t, d, r);
