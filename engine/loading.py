@@ -86,8 +86,7 @@ def load(config: EngineConfig, report: Report) -> Loaded:
         load_s=time.perf_counter() - started,
         n_deferred=config.defer_experts,
         notes=(*capacity.notes, *_memory_notes(model), *_expert_notes(model, config)),
-        **_expert_facts(model),
-        **_layer_facts(model),
+        **_disk_facts(model),
     )
     metadata = parse_metadata(model.metadata, model.header.n_tokens)
     return Loaded(context, model.token_bytes, metadata.eos_ids, ready, experts)
@@ -181,26 +180,20 @@ def _expert_notes(model: Model, config: EngineConfig) -> list[str]:
     return ["experts are read through the page cache: the file system has no direct reads"]
 
 
-def _expert_facts(model: Model) -> dict[str, Any]:
-    """Fields of Ready."""
-    tier = model.tier
-    if tier is None:
-        return {}
-    return {
-        "n_experts": tier.n_records,
-        "n_expert_slots": tier.n_slots,
-        "expert_bytes": tier.n_slots * tier.slot_bytes,
-        "expert_io": "direct" if tier.direct_io else "cached",
-    }
-
-
-def _layer_facts(model: Model) -> dict[str, Any]:
-    """Fields of Ready."""
-    records = model.layer_records
-    if records is None:
-        return {}
-    return {
-        "n_layers": records.n_records,
-        "n_layers_kept": records.n_kept,
-        "layer_step_bytes": records.step_bytes,
-    }
+def _disk_facts(model: Model) -> dict[str, Any]:
+    """Fields of Ready, where some experts or layers stay on disk."""
+    facts: dict[str, Any] = {}
+    if tier := model.tier:
+        facts |= {
+            "n_experts": tier.n_records,
+            "n_expert_slots": tier.n_slots,
+            "expert_bytes": tier.n_slots * tier.slot_bytes,
+            "expert_io": "direct" if tier.direct_io else "cached",
+        }
+    if records := model.layer_records:
+        facts |= {
+            "n_layers": records.n_records,
+            "n_layers_kept": records.n_kept,
+            "layer_step_bytes": records.step_bytes,
+        }
+    return facts
