@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import accumulate
 
 from prometheus_client import (
@@ -42,6 +42,7 @@ LABELS = ("model_name", "engine")
 ENGINE = "0"
 FINISHED_REASONS = ("stop", "length", "abort", "error")
 REJECTION_REASONS = ("queue_full", "loading", "restarting", "stuck", "draining")
+Family = type[CounterMetricFamily] | type[GaugeMetricFamily]
 
 
 def token_buckets(most: int) -> tuple[int, ...]:
@@ -152,12 +153,13 @@ class EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         yield from self._totals()
         yield from self._gauges()
-        yield from self._memory()
+        yield self._memory()
         yield from self._experts()
 
     def _totals(self) -> Iterator[Metric]:
         stats = self._engine.stats
-        yield from self._counters(
+        yield from self._plain(
+            CounterMetricFamily,
             ("vllm:prompt_tokens", stats.prompt_tokens, "Prompt tokens taken in."),
             ("vllm:generation_tokens", stats.generation_tokens, "Tokens generated."),
             ("vllm:prefix_cache_queries", stats.prefix_queries, "Prompt tokens looked up."),
@@ -169,18 +171,21 @@ class EngineCollector(Collector):
             ("cflow_worker_restarts", self._engine.restarts, "Workers started again."),
         )
         cancelled = {p: getattr(stats, f"cancelled_{p}") for p in ("queue", "prefill", "decode")}
-        yield self._counter_by(
-            "cflow_cancelled", "Requests cancelled, by phase.", "phase", cancelled
-        )
+        text = "Requests cancelled, by phase."
+        yield self._by(CounterMetricFamily, "cflow_cancelled", text, "phase", cancelled)
 
-    def _counters(self, *counters: tuple[str, float, str]) -> Iterator[Metric]:
-        for name, value, text in counters:
-            family = CounterMetricFamily(name, text, labels=LABELS)
+    def _plain(self, kind: Family, *samples: tuple[str, float, str]) -> Iterator[Metric]:
+        """samples: name, value, text."""
+        for name, value, text in samples:
+            family = kind(name, text, labels=LABELS)
             family.add_metric(self._labels, value)
             yield family
 
-    def _counter_by(self, name: str, text: str, label: str, values: dict[str, int]) -> Metric:
-        family = CounterMetricFamily(name, text, labels=(*LABELS, label))
+    def _by(
+        self, kind: Family, name: str, text: str, label: str, values: Mapping[str, float]
+    ) -> Metric:
+        """values: by what the label says."""
+        family = kind(name, text, labels=(*LABELS, label))
         for key, value in values.items():
             family.add_metric((*self._labels, key), value)
         return family
@@ -189,7 +194,8 @@ class EngineCollector(Collector):
         stats, ready = self._engine.stats, self._engine.ready
         used = stats.n_kv_used / stats.n_kv_blocks if stats.n_kv_blocks else 0.0
         huge = ready.huge_bytes / ready.resident_bytes if ready and ready.resident_bytes else 0.0
-        yield from self._plain_gauges(
+        yield from self._plain(
+            GaugeMetricFamily,
             ("vllm:num_requests_running", stats.n_running, "Sequences in steps."),
             ("vllm:num_requests_waiting", stats.n_waiting, "Sequences in the queue."),
             ("vllm:kv_cache_usage_perc", used, "Share of KV blocks in use, 0 to 1."),
@@ -202,25 +208,16 @@ class EngineCollector(Collector):
             ("cflow_threads", ready.n_threads if ready else 0, "Compute threads."),
         )
 
-    def _plain_gauges(self, *gauges: tuple[str, float, str]) -> Iterator[Metric]:
-        for name, value, text in gauges:
-            family = GaugeMetricFamily(name, text, labels=LABELS)
-            family.add_metric(self._labels, value)
-            yield family
-
-    def _memory(self) -> Iterator[Metric]:
+    def _memory(self) -> Metric:
         ready = self._engine.ready
-        family = GaugeMetricFamily(
-            "cflow_memory_bytes", "Memory of the worker.", labels=(*LABELS, "kind")
-        )
-        for kind, value in (
-            ("weights", ready.resident_bytes - ready.expert_bytes if ready else 0),
-            ("expert_cache", ready.expert_bytes if ready else 0),
-            ("kv", ready.kv_bytes if ready else 0),
-            ("scratch", ready.scratch_bytes if ready else 0),
-        ):
-            family.add_metric((*self._labels, kind), value)
-        yield family
+        n_bytes = {
+            "weights": ready.resident_bytes - ready.expert_bytes if ready else 0,
+            "expert_cache": ready.expert_bytes if ready else 0,
+            "kv": ready.kv_bytes if ready else 0,
+            "scratch": ready.scratch_bytes if ready else 0,
+        }
+        text = "Memory of the worker."
+        return self._by(GaugeMetricFamily, "cflow_memory_bytes", text, "kind", n_bytes)
 
     def _experts(self) -> Iterator[Metric]:
         """Zeros where all experts stay in memory."""
@@ -228,7 +225,7 @@ class EngineCollector(Collector):
         yield from self._expert_totals(experts)
         faults = {k: getattr(experts, f"failed_{k}") for k in ("io", "cut", "altered", "timed_out")}
         text = "Reads of experts that failed, by kind."
-        yield self._counter_by("cflow_expert_faults", text, "kind", faults)
+        yield self._by(CounterMetricFamily, "cflow_expert_faults", text, "kind", faults)
         yield from self._expert_gauges(experts, ready)
         yield self._ghosts(experts)
         family = HistogramMetricFamily(
@@ -238,7 +235,8 @@ class EngineCollector(Collector):
         yield family
 
     def _expert_totals(self, experts: ExpertStats) -> Iterator[Metric]:
-        yield from self._counters(
+        yield from self._plain(
+            CounterMetricFamily,
             ("cflow_expert_cache_hits", experts.hits, "Experts wanted and in memory."),
             ("cflow_expert_cache_misses", experts.misses, "Experts wanted and not in memory."),
             ("cflow_expert_evictions", experts.evictions, "Experts that made room."),
@@ -254,19 +252,20 @@ class EngineCollector(Collector):
 
     def _ghosts(self, experts: ExpertStats) -> Metric:
         wanted = experts.hits + experts.misses
-        family = GaugeMetricFamily(
+        hits = {"2x": experts.ghost_hits_2x, "4x": experts.ghost_hits_4x}
+        return self._by(
+            GaugeMetricFamily,
             "cflow_expert_ghost_hit_ratio",
             "Share of experts wanted, since the start, that a larger cache would have held, 0 to 1.",
-            labels=(*LABELS, "budget"),
+            "budget",
+            {budget: n / wanted if wanted else 0.0 for budget, n in hits.items()},
         )
-        for budget, hits in (("2x", experts.ghost_hits_2x), ("4x", experts.ghost_hits_4x)):
-            family.add_metric((*self._labels, budget), hits / wanted if wanted else 0.0)
-        return family
 
     def _expert_gauges(self, experts: ExpertStats, ready: Ready | None) -> Iterator[Metric]:
         capacity = ready.expert_bytes if ready else 0
         slot_bytes = capacity // ready.n_expert_slots if ready and ready.n_expert_slots else 0
-        yield from self._plain_gauges(
+        yield from self._plain(
+            GaugeMetricFamily,
             ("cflow_expert_cache_bytes", experts.n_resident * slot_bytes, "Experts in memory."),
             ("cflow_expert_cache_capacity_bytes", capacity, "Memory for experts."),
             ("cflow_disk_inflight", experts.n_loading, "Reads of experts in flight."),
