@@ -5,9 +5,9 @@
 #define NONE UINT32_MAX
 
 int ghost_open(ghost *g, uint32_t n_records, uint32_t n_slots) {
-    const uint32_t most = n_slots < UINT32_MAX / 2 ? 2 * n_slots : UINT32_MAX;
-    const ghost_list empty = {.first = NONE, .last = NONE, .most = most};
+    const ghost_list empty = {.first = NONE, .last = NONE};
     g->lists[0] = g->lists[1] = empty;
+    g->most = n_slots < UINT32_MAX / 2 ? 2 * n_slots : UINT32_MAX;
     g->links = memory_zeroed(n_records, sizeof *g->links);
     if (!g->links) return 0;
     for (uint32_t r = 0; r < n_records; r++) g->links[r].list = -1;
@@ -39,7 +39,7 @@ static void take_out(ghost *g, uint32_t record) {
 /* The least recently used record of a list that holds too many. */
 static uint32_t take_surplus(ghost *g, int list) {
     const uint32_t record = g->lists[list].first;
-    if (g->lists[list].n <= g->lists[list].most) return NONE;
+    if (g->lists[list].n <= g->most) return NONE;
     take_out(g, record);
     return record;
 }

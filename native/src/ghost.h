@@ -12,12 +12,13 @@ typedef struct {
 } ghost_link;
 
 typedef struct {
-    uint32_t first, last, n, most;
+    uint32_t first, last, n;
 } ghost_list;
 
 typedef struct {
     ghost_link *links;   /* (n_records,) */
-    ghost_list lists[2]; /* the latest 2 n_slots in use, and the 2 n_slots before them */
+    ghost_list lists[2]; /* the latest `most` in use, and the `most` before them */
+    uint32_t most;       /* 2 n_slots */
 } ghost;
 
 /* 0 where there is no memory. */

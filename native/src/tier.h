@@ -111,8 +111,8 @@ void tier_uses(tier *t, uint64_t *uses);
  * progress->cancel (progress may be NULL) ended it early, ENOMEM. */
 cflow_status tier_warm(tier *t, const uint64_t *uses, cflow_progress *progress, cflow_error *err);
 
-/* Where no read failed, none was withdrawn and no speculation is pending (then speculated = useful +
- * late + wasted), reads = misses + wasted + extra_reads. */
+/* reads = misses + wasted + extra_reads where none failed, none was withdrawn and no speculation is
+ * pending; then speculated = useful + late + wasted. */
 void tier_get_stats(tier *t, cflow_tier_stats *out);
 
 #endif
