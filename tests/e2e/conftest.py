@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from running import Server
+from running import Server, serving
 
 from cflow.engine import hub
 from cflow.engine.errors import ModelError
@@ -31,11 +31,8 @@ def model() -> Path:
 @pytest.fixture(scope="session")
 def shared(model: Path) -> Iterator[Server]:
     """A server for tests that leave it as it was."""
-    server = Server(model, *FLAGS).ready()
-    yield server
-    server.stop()
-    print(server.log)
-    assert "Traceback" not in server.log
+    with serving(model, *FLAGS) as server:
+        yield server
     assert "starting again" not in server.log
 
 

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,18 @@ class Server:
         code = self.process.wait(20)
         self._reader.join()
         return code
+
+
+@contextmanager
+def serving(model: Path, *flags: str) -> Iterator[Server]:
+    """A server that is ready, and by its end has left no traceback in its log."""
+    server = Server(model, *flags)
+    try:
+        yield server.ready()
+    finally:
+        server.stop()
+        print(server.log)
+    assert "Traceback" not in server.log
 
 
 LONG: dict[str, Any] = {"prompt": "Count: 1 2 3", "max_tokens": 1900, "ignore_eos": True}

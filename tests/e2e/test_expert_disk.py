@@ -8,36 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import Server, assert_failed, kill, wait_for
+from running import Server, assert_failed, kill, serving, wait_for
 
 from cflow.engine.experts import ExpertBank
 from cflow.engine.native import Model
-from cflow.engine.synth import synth
+from makefiles.shape_file import synth_model
 
-SHAPE = """
-architecture = "qwen3moe"
-n_layers = 4
-d_model = 128
-vocab_size = 512
-context = 2048
-tied = true
-norm_eps = 1e-6
-
-[layer]
-n_heads = 4
-n_kv_heads = 2
-head_dim = 32
-n_experts = 32
-top_k = 4
-d_expert = 64
-renormalise = true
-qk_norm = "head"
-
-[layer.rope]
-kind = "half"
-dim = 32
-base = 10000.0
-"""
 FLAGS = ("--max-sequences", "16", "--expert-cache", "10%")
 PROMPTS = [f"{i}: a text of its own" for i in range(6)]
 
@@ -45,19 +21,17 @@ PROMPTS = [f"{i}: a text of its own" for i in range(6)]
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    shape = tmp_path / "tiny.toml"
-    shape.write_text(SHAPE)
-    synth(str(shape), tmp_path / "tiny.cflow")
-    return tmp_path / "tiny.cflow"
+    return synth_model(
+        tmp_path / "tiny.cflow", "qwen3moe", n_layers=4, d_model=128, heads=(4, 2, 32),
+        vocab_size=512, context=2048, tied=True,
+        n_experts=32, top_k=4, d_expert=64, renormalise=True, qk_norm="head",
+    )  # fmt: skip
 
 
 @pytest.fixture
 def server(model: Path) -> Iterator[Server]:
-    server = Server(model, *FLAGS).ready()
-    yield server
-    server.stop()
-    print(server.log)
-    assert "Traceback" not in server.log
+    with serving(model, *FLAGS) as server:
+        yield server
 
 
 def ask(server: Server, prompt: str) -> list[dict[str, Any]]:

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from cflow.engine import bare, bench, native, synth
+from cflow.engine import bare, bench, native
 from cflow.engine.bench import TierUse
 from cflow.engine.config import EngineConfig
 from cflow.engine.errors import CflowError
 from cflow.engine.experts import ExpertBank
+from makefiles.shape_file import synth_model
 from oracles.random_model import EXPERTS, RandomModel
 
 
@@ -122,35 +123,13 @@ def test_the_floor_of_the_disk(use: TierUse, want: float | None) -> None:
     assert use.floor_tok_s(1.0) == (None if want is None else pytest.approx(want))
 
 
-SHAPE = """
-architecture = "qwen3moe"
-n_layers = 16
-d_model = 128
-vocab_size = 256
-context = 512
-tied = false
-norm_eps = 1e-6
-[layer]
-n_heads = 4
-n_kv_heads = 2
-head_dim = 32
-n_experts = 32
-top_k = 4
-d_expert = 32
-renormalise = true
-[layer.rope]
-kind = "half"
-dim = 32
-base = 1e4
-"""
-
-
 @pytest.mark.parametrize("share", [25, 50])
 def test_a_random_model_hits_as_much_as_its_cache_holds(share: int, tmp_path: Path) -> None:
     """The worst case, every expert as likely as any other: a cache of a quarter hits a quarter."""
-    shape, path = tmp_path / "small.toml", tmp_path / "small.cflow"
-    shape.write_text(SHAPE)
-    synth.synth(str(shape), path)
+    path = synth_model(
+        tmp_path / "small.cflow", "qwen3moe", n_layers=16, d_model=128, heads=(4, 2, 32),
+        n_experts=32, top_k=4, d_expert=32, renormalise=True,
+    )  # fmt: skip
     cached = config(path, expert_cache=f"{share}%")
     report = bench.run(cached, prompt=64, gen=150, batch=(), runs=2).to_json()
     wanted = report["expert_hits"] + report["expert_misses"]

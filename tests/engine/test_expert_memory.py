@@ -11,31 +11,10 @@ from cflow.engine.config import EngineConfig
 from cflow.engine.engine import Engine
 from cflow.engine.messages import Delta, SamplingParams
 from cflow.engine.native import Context, Model
-from cflow.engine.synth import synth
+from makefiles.shape_file import synth_model
 from oracles import running as native
 
 N_LAYERS, N_EXPERTS, TOP_K = 20, 64, 4
-SHAPE = f"""
-architecture = "qwen3moe"
-n_layers = {N_LAYERS}
-d_model = 512
-vocab_size = 256
-context = 256
-tied = false
-norm_eps = 1e-6
-[layer]
-n_heads = 4
-n_kv_heads = 2
-head_dim = 64
-n_experts = {N_EXPERTS}
-top_k = {TOP_K}
-d_expert = 480
-renormalise = true
-[layer.rope]
-kind = "half"
-dim = 64
-base = 1e4
-"""
 # Gate, up and down of 480 x 512 weights, 18 bytes for 32 of them, and what is lacking to whole pages.
 RECORD = 3 * 480 * 512 // 32 * 18 + 3072
 BANK = N_LAYERS * N_EXPERTS * RECORD  # 535 MB
@@ -45,9 +24,10 @@ TOKENS = [(37 * i + 11) % 256 for i in range(40)]
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("experts")
-    (folder / "shape.toml").write_text(SHAPE)
-    file = folder / "m.cflow"
-    synth(str(folder / "shape.toml"), file)
+    file = synth_model(
+        folder / "m.cflow", "qwen3moe", n_layers=N_LAYERS, d_model=512, heads=(4, 2, 64),
+        n_experts=N_EXPERTS, top_k=TOP_K, d_expert=480, renormalise=True,
+    )  # fmt: skip
     yield file
     file.unlink()
 

@@ -12,38 +12,17 @@ from cflow.engine.errors import EngineError
 from cflow.engine.experts import ExpertBank
 from cflow.engine.layer_memory import FixedWeights, fix_weights, pieces, step_bytes
 from cflow.engine.native import LayerRecords, Model
-from cflow.engine.synth import synth
+from makefiles.shape_file import synth_model
 from oracles.model_file import ModelFile
 
 MIB = 1 << 20
-SHAPE = """
-architecture = "llama"
-n_layers = 16
-d_model = 512
-vocab_size = 300
-context = 512
-tied = false
-norm_eps = 1e-5
-
-[layer]
-n_heads = 8
-n_kv_heads = 8
-head_dim = 64
-d_ff = 1536
-
-[layer.rope]
-kind = "half"
-dim = 64
-base = 10000.0
-"""
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("layers")
-    (folder / "shape.toml").write_text(SHAPE)
-    synth(str(folder / "shape.toml"), folder / "m.cflow")
-    return folder / "m.cflow"
+    sizes = {"n_layers": 16, "d_model": 512, "vocab_size": 300, "d_ff": 1536}
+    return synth_model(folder / "m.cflow", "llama", heads=(8, 8, 64), **sizes)
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """Layers that come from disk: the same bits for any architecture, order and number that stays."""
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -11,33 +11,13 @@ from cflow.engine.convert import convert
 from cflow.engine.lab.arms import ARMS
 from cflow.engine.lab.export import export
 from cflow.engine.native import Context, ExpertOptions, LayerRecords, Model, NativeError, Row
-from cflow.engine.synth import synth
+from makefiles.shape_file import synth_model
 from oracles import pipelines, running, tiny
 
 DENSE = ("llama", "qwen2")
 STOCK = ("olmoe", "mixtral", "qwen2moe", "qwen3moe")
 DELAYED = ("arch2_4_combined", "arch4_async_experts", "arch5")
 PROMPT = [(7 * i * i + 3 * i + 1) % 250 for i in range(40)]
-SHAPE = """
-architecture = "{architecture}"
-n_layers = 12
-d_model = 512
-vocab_size = 300
-context = 512
-tied = false
-norm_eps = 1e-5
-
-[layer]
-n_heads = 8
-n_kv_heads = 8
-head_dim = 64
-d_ff = 1536
-{more}
-[layer.rope]
-kind = "half"
-dim = 64
-base = 10000.0
-"""
 
 
 class Case(NamedTuple):
@@ -95,33 +75,34 @@ def test_architectures(source: Path, suffix: str, tmp_path: Path) -> None:
 
 # ---- models of some size ----
 
-DELAYS = """n_experts = 4
-top_k = 2
-d_expert = 256
-renormalise = true
-activation_on_up = true
-dense_source = "x_in_previous"
-expert_anchor = "x_in"
-expert_delay = 2
-"""
+EXPERTS = {"n_experts": 4, "top_k": 2, "d_expert": 256}
+DELAYS = {
+    "renormalise": True,
+    "activation_on_up": True,
+    "dense_source": "x_in_previous",
+    "expert_anchor": "x_in",
+    "expert_delay": 2,
+}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("llama", {}),
+    "delayed": ("arch2_4_combined", EXPERTS | DELAYS),
+    "guessing": ("qwen2moe", EXPERTS),
+}
+
+
+def deep(path: Path, architecture: str, **more: Any) -> Path:
+    """Twelve layers of some MiB, so that most come and go."""
+    sizes = {"n_layers": 12, "d_model": 512, "vocab_size": 300, "d_ff": 1536}
+    return synth_model(path, architecture, heads=(8, 8, 64), **sizes, **more)
 
 
 @pytest.fixture(
     scope="module", params=["plain.cflow", "delayed.cflow", "delayed.vflow", "guessing.cflow"]
 )
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    """Twelve layers of some MiB, so that most come and go."""
-    folder = tmp_path_factory.mktemp("shape")
-    shape, path = folder / "shape.toml", folder / request.param
-    more = {
-        "plain": ("llama", ""),
-        "delayed": ("arch2_4_combined", DELAYS),
-        "guessing": ("qwen2moe", "n_experts = 4\ntop_k = 2\nd_expert = 256\n"),
-    }
-    architecture, lines = more[path.stem]
-    shape.write_text(SHAPE.format(architecture=architecture, more=lines))
-    synth(str(shape), path)
-    return case_of(path)
+    path = tmp_path_factory.mktemp("shape") / request.param
+    architecture, more = KINDS[path.stem]
+    return case_of(deep(path, architecture, **more))
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -161,9 +142,7 @@ def test_a_step_wants_each_layer_that_does_not_stay_once(case: Case) -> None:
 
 
 def test_a_matrix_altered_under_us_fails_the_step(tmp_path: Path) -> None:
-    shape, path = tmp_path / "shape.toml", tmp_path / "m.cflow"
-    shape.write_text(SHAPE.format(architecture="llama", more=""))
-    synth(str(shape), path)
+    path = deep(tmp_path / "m.cflow", "llama")
     case = case_of(path)
     memory = case.records.n_least * case.records.slot_bytes
     with running.opened(path, weights_memory=memory) as context:
@@ -180,9 +159,7 @@ def test_a_matrix_altered_under_us_fails_the_step(tmp_path: Path) -> None:
 
 
 def test_the_least_is_said(tmp_path: Path) -> None:
-    shape, path = tmp_path / "shape.toml", tmp_path / "m.cflow"
-    shape.write_text(SHAPE.format(architecture="llama", more=""))
-    synth(str(shape), path)
+    path = deep(tmp_path / "m.cflow", "llama")
     records = records_of(path)
     least = records.n_least * records.slot_bytes
     with pytest.raises(NativeError, match=rf"it must hold {records.n_least}: {least} bytes"):
