@@ -54,6 +54,9 @@ class Body(BaseModel):
 
 class StreamOptions(Body):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = Field(
+        default=None, description="with include_usage: every chunk says the usage so far"
+    )
 
 
 class Sampling(Body):
@@ -82,6 +85,10 @@ class Sampling(Body):
     )
     stream: bool = False
     stream_options: StreamOptions | None = None
+    return_progress: bool = Field(
+        default=False, description="in a stream: chunks with prompt_progress"
+    )
+    timings_per_token: bool = Field(default=False, description="in a stream: timings in each chunk")
 
     # Accepted because clients send them; they change nothing here.
     user: Any = None

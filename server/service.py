@@ -5,17 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fastapi import Request
+from fastapi import Request, Response
 
 from cflow.engine.engine import Engine
 from cflow.engine.messages import SamplingParams
 from cflow.server.admission import check_model, check_ready, submit_all
 from cflow.server.body import decode_object, read_body
 from cflow.server.config import ServerConfig
-from cflow.server.generation import AnswerRecord, Generation
+from cflow.server.generation import Generation
 from cflow.server.metrics import Metrics
 from cflow.server.prompts import Prompt
+from cflow.server.records import AnswerRecord
 from cflow.server.schemas import REF, AnyBody, Body, ignored_header, parse
+from cflow.server.sse import Events, EventStream, ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,16 @@ class Service:
         ]
         ready = self.engine.ready
         return Generation(answers, records, ready.n_deferred if ready else 0)
+
+    def stream(self, events: Events, generation: Generation, headers: dict[str, str]) -> Response:
+        """The answer as a stream of these events of it."""
+        return EventStream(
+            ended(events),
+            on_gone=generation.cancel,
+            state=generation.state,
+            ping_s=self.config.ping_s,
+            headers=headers,
+        )
 
 
 def service_of(request: Request) -> Service:

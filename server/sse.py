@@ -15,7 +15,6 @@ from cflow.engine.errors import EngineError
 from cflow.server.errors import answer_failure, error_object
 
 DONE = b"data: [DONE]\n\n"
-PING = b": ping\n\n"
 STALL_S = 60.0  # a client that has taken nothing for this long is treated as gone
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
@@ -64,12 +63,15 @@ class EventStream(StreamingResponse):
         events: Events,
         *,
         on_gone: Callable[[], None],
+        state: Callable[[], str],
         ping_s: float,
         headers: dict[str, str],
     ) -> None:
+        """state: what a ping says the client waits for, if anything."""
         super().__init__(events, media_type="text/event-stream", headers=HEADERS | headers)
         self._events = events
         self._on_gone = on_gone
+        self._state = state
         self._ping_s = ping_s
         self._last_s = 0.0
         self._is_sending = False
@@ -89,7 +91,9 @@ class EventStream(StreamingResponse):
             if self._is_sending and idle_s >= STALL_S:
                 stall.reschedule(loop.time())
             elif not self._is_sending and idle_s >= self._ping_s:
-                await self._write(send, PING)
+                state = self._state()
+                ping = f": ping, {state}\n\n" if state else ": ping\n\n"
+                await self._write(send, ping.encode())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}

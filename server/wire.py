@@ -10,17 +10,17 @@ import msgspec
 
 from cflow.engine.messages import ExpertUsage
 from cflow.server.generation import Generation
-from cflow.server.schemas import Sampling
+from cflow.server.schemas import Sampling, StreamOptions
 
 encode = msgspec.json.encode
 
 
-def usage(n_prompt: int, generation: Generation) -> dict[str, Any]:
-    """The usage object; n_prompt is summed over the prompts, all else over all choices."""
+def usage(generation: Generation) -> dict[str, Any]:
+    """The usage object; prompt tokens are summed over the prompts, all else over all choices."""
     return {
-        "prompt_tokens": n_prompt,
+        "prompt_tokens": generation.n_prompt,
         "completion_tokens": generation.n_completion,
-        "total_tokens": n_prompt + generation.n_completion,
+        "total_tokens": generation.n_prompt + generation.n_completion,
         "prompt_tokens_details": {"cached_tokens": generation.n_cached},
         "completion_tokens_details": {"reasoning_tokens": 0},
         **_expert_usage(generation.experts),
@@ -40,15 +40,12 @@ def _expert_usage(experts: ExpertUsage | None) -> dict[str, Any]:
     }
 
 
-def wants_usage(ask: Sampling) -> bool:
-    return bool(ask.stream_options and ask.stream_options.include_usage)
-
-
 class Envelope:
     """The fields that every object of one reply has alike."""
 
-    def __init__(self, prefix: str, kind: str, model: str) -> None:
+    def __init__(self, prefix: str, kind: str, model: str, generation: Generation) -> None:
         """kind: the object type of a whole answer, e.g. "chat.completion"."""
+        self._generation = generation
         self._fields = {
             "id": f"{prefix}-{uuid4().hex}",
             "object": kind,
@@ -56,21 +53,42 @@ class Envelope:
             "model": model,
         }
 
-    def answer(self, choices: list[dict[str, Any]], use: dict[str, Any]) -> bytes:
-        return encode(self._fields | {"choices": choices, "usage": use})
+    def answer(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
+        """The whole answer. more: other fields of it."""
+        end = {"usage": usage(self._generation), "timings": self._generation.timings()}
+        return encode(self._fields | {"choices": choices} | end | more)
 
 
 class Chunks(Envelope):
-    """Chunks of a stream. With usage asked for, all but the last say usage is null."""
+    """Chunks of a stream. The last one has the timings. With usage asked for, that is one more,
+    and all others say usage is null, or what it is so far."""
 
-    def __init__(self, prefix: str, kind: str, model: str, *, with_usage: bool) -> None:
-        super().__init__(prefix, kind, model)
+    def __init__(
+        self, prefix: str, kind: str, model: str, generation: Generation, ask: Sampling
+    ) -> None:
+        super().__init__(prefix, kind, model, generation)
+        options = ask.stream_options or StreamOptions()
+        self.with_usage = bool(options.include_usage)
+        self._is_counting = self.with_usage and bool(options.continuous_usage_stats)
+        self._is_timing = ask.timings_per_token
         self._head = b"data: " + encode(self._fields)[:-1] + b',"choices":['
-        self._tail = b'],"usage":null}\n\n' if with_usage else b"]}\n\n"
+        self._tail = b'],"usage":null}\n\n' if self.with_usage else b"]}\n\n"
 
-    def chunk(self, choice: bytes) -> bytes:
-        """choice: the JSON of the one choice in it."""
-        return self._head + choice + self._tail
+    def chunk(self, choice: bytes, *, ends: bool = False, **more: Any) -> bytes:
+        """choice: the JSON of the one choice in it. ends: it is that choice's last chunk. more: other
+        fields of the chunk."""
+        is_last = ends and self._generation.is_over and not self.with_usage
+        if not (is_last or more or self._is_counting or self._is_timing):
+            return self._head + choice + self._tail
+        if self.with_usage:
+            more["usage"] = usage(self._generation) if self._is_counting else None
+        if is_last or self._is_timing:
+            more["timings"] = self._generation.timings()
+        return self._close(choice, more)
 
-    def usage_chunk(self, use: dict[str, Any]) -> bytes:
-        return self._head + b'],"usage":' + encode(use) + b"}\n\n"
+    def usage_chunk(self) -> bytes:
+        more = {"usage": usage(self._generation), "timings": self._generation.timings()}
+        return self._close(b"", more)
+
+    def _close(self, choice: bytes, more: dict[str, Any]) -> bytes:
+        return self._head + choice + b"]," + encode(more)[1:] + b"\n\n"

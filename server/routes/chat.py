@@ -6,7 +6,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from cflow.engine.messages import Delta, Finish, SamplingParams
+from cflow.engine.messages import Delta, Finish, Progress, SamplingParams
 from cflow.engine.tokenizer import Tokenizer
 from cflow.server.errors import ClientGone, RequestError
 from cflow.server.generation import Generation
@@ -15,8 +15,8 @@ from cflow.server.parameters import refuse_given, sampling_params
 from cflow.server.prompts import Prompt, context_of, fit, render_chat
 from cflow.server.schemas import ChatRequest, render_messages
 from cflow.server.service import Service, json_schema, service_of
-from cflow.server.sse import Events, EventStream, ended, watching
-from cflow.server.wire import Chunks, Envelope, encode, usage, wants_usage
+from cflow.server.sse import Events, watching
+from cflow.server.wire import Chunks, Envelope, encode
 
 router = APIRouter()
 
@@ -64,13 +64,18 @@ def _choice(index: int, delta: dict[str, str], logprobs: Any, finish: Finish | N
 
 
 async def stream(
-    service: Service, ask: ChatRequest, generation: Generation, chunks: Chunks, n_prompt: int
+    service: Service, ask: ChatRequest, generation: Generation, chunks: Chunks
 ) -> Events:
     """Role chunks, content chunks, a finish chunk for each choice, usage if it was asked for."""
     tokenizer = service.engine.card.tokenizer
     first = {"role": "assistant", "content": ""}
     yield b"".join(chunks.chunk(_choice(i, first, None, None)) for i in range(ask.n))
-    async for _, delta in generation.deltas():
+    async for _, delta in generation.events():
+        if isinstance(delta, Progress):
+            if ask.return_progress:
+                progress = generation.progress(0)
+                yield chunks.chunk(_choice(0, {}, None, None), prompt_progress=progress)
+            continue
         if ask.logprobs and (delta.text or delta.logprobs):
             content = {"content": delta.text}
             logprobs = _logprobs(tokenizer, delta)
@@ -80,9 +85,9 @@ async def stream(
             tail = b'},"logprobs":null,"finish_reason":null}'
             yield chunks.chunk(head + encode(delta.text) + tail)
         if delta.finish is not None:
-            yield chunks.chunk(_choice(delta.choice, {}, None, delta.finish))
-    if wants_usage(ask):
-        yield chunks.usage_chunk(usage(n_prompt, generation))
+            yield chunks.chunk(_choice(delta.choice, {}, None, delta.finish), ends=True)
+    if chunks.with_usage:
+        yield chunks.usage_chunk()
 
 
 class Whole:
@@ -129,21 +134,14 @@ async def create_chat_completion(request: Request) -> Response:
     )
     sampling = plan_sampling(service, ask, prompt)
     generation = service.generate(request, [prompt], [sampling], ask.n)
-    n_prompt = len(prompt.ids)
     if ask.stream:
-        kind = "chat.completion.chunk"
-        chunks = Chunks("chatcmpl", kind, card.name, with_usage=wants_usage(ask))
-        return EventStream(
-            ended(stream(service, ask, generation, chunks, n_prompt)),
-            on_gone=generation.cancel,
-            ping_s=service.config.ping_s,
-            headers=headers,
-        )
+        chunks = Chunks("chatcmpl", "chat.completion.chunk", card.name, generation, ask)
+        return service.stream(stream(service, ask, generation, chunks), generation, headers)
     async with watching(request.receive, generation.cancel):
         wholes = await gather(generation, ask.n, card.tokenizer)
     if generation.is_cancelled:
         raise ClientGone
     out = [whole.as_json(i, with_logprobs=ask.logprobs) for i, whole in enumerate(wholes)]
-    envelope = Envelope("chatcmpl", "chat.completion", card.name)
-    body = envelope.answer(out, usage(n_prompt, generation))
+    envelope = Envelope("chatcmpl", "chat.completion", card.name, generation)
+    body = envelope.answer(out)
     return Response(body, media_type="application/json", headers=headers)

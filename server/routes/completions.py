@@ -7,7 +7,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from cflow.engine.messages import Delta, Finish, Logprob, SamplingParams
+from cflow.engine.messages import Delta, Finish, Logprob, Progress, SamplingParams
 from cflow.engine.tokenizer import Tokenizer
 from cflow.server.errors import ClientGone, RequestError
 from cflow.server.generation import Generation
@@ -16,8 +16,8 @@ from cflow.server.parameters import sampling_params
 from cflow.server.prompts import Prompt, context_of, encode_prompts, fit
 from cflow.server.schemas import CompletionRequest
 from cflow.server.service import Service, json_schema, service_of
-from cflow.server.sse import Events, EventStream, ended, watching
-from cflow.server.wire import Chunks, Envelope, encode, usage, wants_usage
+from cflow.server.sse import Events, watching
+from cflow.server.wire import Chunks, Envelope, encode
 
 DEFAULT_MAX_TOKENS = 16
 MAX_ECHOED = 1 << 21  # tokens and log-probabilities in all echoes of a request
@@ -115,10 +115,14 @@ class Choices:
         self._choices: dict[int, Choice] = {}  # those that have begun
         self._echoes: dict[int, Echo] = {}  # of prompts of which some have not
 
+    def first_of(self, index: int) -> int:
+        """The index of the first choice of prompt `index`."""
+        return index * self._n
+
     def add(self, index: int, delta: Delta) -> tuple[int, str, Legacy | None]:
         """(choice index, text, arrays) of a delta of prompt `index`; the first delta of a choice
         also brings the prompt if it is echoed, the first of a prompt its log-probabilities."""
-        at = index * self._n + delta.choice
+        at = self.first_of(index) + delta.choice
         if at not in self._choices:
             echo = self._echo(index, delta.prompt_logprobs) if self._is_echoed else None
             self._choices[at] = Choice(self._tokenizer, echo, with_logprobs=self._with_logprobs)
@@ -148,24 +152,28 @@ def _end(finish: Finish | None) -> dict[str, Any]:
 
 
 async def stream(
-    generation: Generation,
-    choices: Choices,
-    chunks: Chunks,
-    n_prompt: int,
-    *,
-    with_usage: bool,
+    ask: CompletionRequest, generation: Generation, choices: Choices, chunks: Chunks
 ) -> Events:
-    async for index, delta in generation.deltas():
-        at, text, arrays = choices.add(index, delta)
-        if delta.finish is None and arrays is None:
-            if text:
-                head = b'{"index":%d,"text":' % at
-                yield chunks.chunk(head + encode(text) + b',"logprobs":null,"finish_reason":null}')
+    async for index, event in generation.events():
+        if isinstance(event, Progress):
+            if ask.return_progress:
+                nothing = _piece(choices.first_of(index), "")
+                yield chunks.chunk(nothing, prompt_progress=generation.progress(index))
             continue
-        choice = {"index": at, "text": text, "logprobs": arrays} | _end(delta.finish)
-        yield chunks.chunk(encode(choice))
-    if with_usage:
-        yield chunks.usage_chunk(usage(n_prompt, generation))
+        at, text, arrays = choices.add(index, event)
+        if event.finish is None and arrays is None:
+            if text:
+                yield chunks.chunk(_piece(at, text))
+            continue
+        choice = {"index": at, "text": text, "logprobs": arrays} | _end(event.finish)
+        yield chunks.chunk(encode(choice), ends=event.finish is not None)
+    if chunks.with_usage:
+        yield chunks.usage_chunk()
+
+
+def _piece(index: int, text: str) -> bytes:
+    head = b'{"index":%d,"text":' % index
+    return head + encode(text) + b',"logprobs":null,"finish_reason":null}'
 
 
 @dataclass(slots=True)
@@ -225,26 +233,18 @@ async def create_completion(request: Request) -> Response:
         tokenizer, ask.prompt, n_choices=n_sampled, context=context_of(service.engine)
     )
     sampling = [plan_sampling(service, ask, prompt) for prompt in prompts]
-    n_prompt = sum(len(prompt.ids) for prompt in prompts)
     model = service.engine.card.name
     check_echo(ask, prompts, n_sampled)
     generation = service.generate(request, prompts, sampling, n_sampled)
     choices = Choices(tokenizer, ask, prompts, n_sampled)
     if ask.stream:
-        with_usage = wants_usage(ask)
-        chunks = Chunks("cmpl", "text_completion", model, with_usage=with_usage)
-        events = stream(generation, choices, chunks, n_prompt, with_usage=with_usage)
-        return EventStream(
-            ended(events),
-            on_gone=generation.cancel,
-            ping_s=service.config.ping_s,
-            headers=headers,
-        )
+        chunks = Chunks("cmpl", "text_completion", model, generation, ask)
+        return service.stream(stream(ask, generation, choices, chunks), generation, headers)
     async with watching(request.receive, generation.cancel):
         wholes = await gather(generation, choices, len(prompts) * n_sampled)
     if generation.is_cancelled:
         raise ClientGone
     kept = keep_best(wholes, n_sampled, ask.n)
     out = [_as_json(i, w, with_logprobs=ask.logprobs is not None) for i, w in enumerate(kept)]
-    body = Envelope("cmpl", "text_completion", model).answer(out, usage(n_prompt, generation))
+    body = Envelope("cmpl", "text_completion", model, generation).answer(out)
     return Response(body, media_type="application/json", headers=headers)

@@ -130,7 +130,11 @@ async def shout(call: Call) -> AsyncIterator[Delta | Progress]:
     tokens = [*letters, EOS][: call.sampling.max_tokens]
     reason = "stop" if tokens and tokens[-1] == EOS else "length"
     if not tokens:
-        yield Delta(0, 0, finish=Finish("length"), prompt_logprobs=_prompt_logprobs(call))
+        for choice in range(call.n_choices):
+            scores = _prompt_logprobs(call) if not choice else None
+            n_cached = 0 if not choice else None
+            finish = Finish("length")
+            yield Delta(0, choice, finish=finish, n_cached=n_cached, prompt_logprobs=scores)
         return
     for step in zip(
         *(deltas_of(call, choice, tokens, reason) for choice in range(call.n_choices)), strict=True

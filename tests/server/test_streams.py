@@ -29,6 +29,7 @@ async def queued(call: Call) -> AsyncIterator[Delta | Progress]:
 async def prefilling(call: Call) -> AsyncIterator[Delta | Progress]:
     """Has begun with a prompt that takes for ever."""
     yield Progress(0, 0)
+    yield Progress(0, 2)
     await asyncio.sleep(FOREVER_S)
 
 
@@ -168,12 +169,17 @@ class TestFraming:
     def test_ignored_fields_are_listed_on_streams_too(self, live: Live) -> None:
         assert live.chat(stream=True, x=1).headers["x-cflow-ignored-params"] == "x"
 
-    @pytest.mark.parametrize("script", [queued, prefilling])
-    def test_pings_before_the_first_token(self, serve: Any, script: Any) -> None:
+    @pytest.mark.parametrize(
+        ("script", "ping"),
+        [(queued, b": ping, in the queue\n\n"), (prefilling, b": ping, 2 of 5 prompt tokens\n\n")],
+    )
+    def test_pings_before_the_first_token_say_why(
+        self, serve: Any, script: Any, ping: bytes
+    ) -> None:
         live: Live = serve(FakeEngine(script), ping=0.05)
-        sock = live.raw(post("/v1/completions", {"prompt": "a", "stream": True}))
+        sock = live.raw(post("/v1/completions", {"prompt": "abcde", "stream": True}))
         answer = b""
-        while answer.count(b": ping\n\n") < 5:
+        while answer.count(ping) < 5:
             answer += sock.recv(65536)
         sock.close()
         assert answer.startswith(b"HTTP/1.1 200")
@@ -195,6 +201,68 @@ class TestFraming:
         response = live.chat(stream=True)
         assert response.status_code == 429
         error_of(response)
+
+
+class TestProgress:
+    """A prompt of which 4 tokens are cached, computed in two chunks."""
+
+    @staticmethod
+    async def script(call: Call) -> AsyncIterator[Delta | Progress]:
+        n = len(call.prompt)
+        for n_done in (4, 7, n):
+            yield Progress(0, n_done)
+        yield Delta(0, 0, (65,), "A", n_cached=4)
+        yield Delta(0, 0, (66,), "B")
+        yield Delta(0, 0, (67,), "C", finish=Finish("length"))
+
+    @pytest.mark.parametrize(
+        ("path", "fields"), [("/v1/completions", {"prompt": "x" * 10}), PATHS[2]]
+    )
+    def test_is_told_when_asked_for(self, live: Live, path: str, fields: dict[str, Any]) -> None:
+        live.engine.script = self.script
+        silent = events(live.post(path, fields | {"stream": True}))
+        assert not any("prompt_progress" in chunk for chunk in silent)
+        chunks = events(live.post(path, fields | {"stream": True, "return_progress": True}))
+        told = [chunk for chunk in chunks if "prompt_progress" in chunk]
+        assert [len(chunk["choices"]) for chunk in told] == [1, 1, 1]
+        n = len(live.engine.calls[0].prompt)
+        seen = [chunk["prompt_progress"] for chunk in told]
+        assert all(progress.pop("time_ms") >= 0 for progress in seen)
+        assert seen == [{"total": n, "cache": 4, "processed": done} for done in (4, 7, n)]
+        assert len(chunks) == len(silent) + 3
+
+    @pytest.mark.parametrize("usage", [False, True])
+    @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+    def test_timings_come_once_at_the_end(self, live: Live, path: str, usage: bool) -> None:
+        live.engine.script = self.script
+        fields = {"prompt": "x" * 10} if path == "/v1/completions" else PATHS[2][1]
+        options = {"stream_options": {"include_usage": True}} if usage else {}
+        whole = live.post(path, fields).json()
+        chunks = events(live.post(path, fields | options | {"stream": True}))
+        assert ["timings" in chunk for chunk in chunks[-3:]] == [False, False, True]
+        n = len(live.engine.calls[0].prompt)
+        for timings in (whole["timings"], chunks[-1]["timings"]):
+            assert (timings["cache_n"], timings["prompt_n"], timings["predicted_n"]) == (
+                4,
+                n - 4,
+                3,
+            )
+            assert timings["prompt_ms"] > 0
+            assert timings["predicted_per_second"] == pytest.approx(2e3 / timings["predicted_ms"])
+            assert timings["prompt_per_token_ms"] == pytest.approx(timings["prompt_ms"] / (n - 4))
+
+    def test_timings_in_every_chunk(self, live: Live) -> None:
+        chunks = events(live.complete(prompt="abc", stream=True, timings_per_token=True))
+        assert [chunk["timings"]["predicted_n"] for chunk in chunks] == [1, 2, 3, 4]
+        assert chunks[0]["timings"]["predicted_per_second"] is None
+
+    def test_usage_so_far_in_every_chunk(self, live: Live) -> None:
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        chunks = events(live.complete(prompt="abc", stream=True, stream_options=options))
+        assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 2, 3, 4, 4]
+        alone = {"continuous_usage_stats": True}
+        chunks = events(live.complete(prompt="abc", stream=True, stream_options=alone))
+        assert all("usage" not in chunk for chunk in chunks)
 
 
 def test_a_client_that_reads_nothing_is_dropped(
