@@ -136,9 +136,11 @@ class Engine:
         sampling: SamplingParams,
         key: str = "",
         priority: int = 0,
+        timeout_s: float | None = None,
     ) -> Answer:
-        """key: whose request, for fairness; priority: smaller goes first. EngineError: "loading",
-        "worker_died", "worker_stuck", "draining", "queue_full" or "invalid_request"."""
+        """key: whose request, for fairness; priority: smaller goes first; timeout_s: after so long
+        what is not finished ends with TIMED_OUT. EngineError: "loading", "worker_died",
+        "worker_stuck", "draining", "queue_full" or "invalid_request"."""
         if self.state != "ready" or self._worker is None:
             raise EngineError(*REFUSALS[self.state])
         n_waiting = len(self._outboxes) - self.config.max_sequences
@@ -148,7 +150,9 @@ class Engine:
         self._check(prompt, n_choices, sampling)
         request_id = self._n_requests
         self._n_requests += 1
-        self._worker.send(Submit(request_id, tuple(prompt), n_choices, sampling, key, priority))
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        submit = Submit(request_id, tuple(prompt), n_choices, sampling, key, priority, deadline)
+        self._worker.send(submit)
         outbox = self._outboxes[request_id] = Outbox(n_choices)
         return Answer(request_id, outbox, self._cancel)
 

@@ -14,7 +14,7 @@ from typing import Literal
 import msgspec
 from msgspec.structs import astuple
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_FRAME_BYTES = 256 << 20
 
 
@@ -56,7 +56,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     n_choices: int
     sampling: SamplingParams
     key: str = ""  # whose request: fairness between keys
-    priority: int = 0
+    priority: int = 0  # smaller goes first
+    deadline: float | None = None  # of time.monotonic(); what is not finished then ends so
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
@@ -81,6 +82,9 @@ class Logprob(msgspec.Struct, frozen=True, array_like=True):
 class Finish(msgspec.Struct, frozen=True, array_like=True):
     reason: Literal["stop", "length"]
     stop: str | int | None = None  # the stop string or token id that matched; None: end of text
+
+
+TIMED_OUT = Finish("length", "timeout")
 
 
 class ExpertUsage(msgspec.Struct, frozen=True, array_like=True):

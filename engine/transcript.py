@@ -45,17 +45,17 @@ class Transcript:
         if self._stops.matched is not None:
             return text, Finish("stop", self._stops.matched)
         if self.n_tokens >= self._limit:
-            return text + self._rest(), _LENGTH
+            return text + self.rest(), _LENGTH
         return text, None
 
     def _end_at(self, token: int) -> str:
         if not self._params.include_stop:
-            return self._rest()
+            return self.rest()
         shown = self._detokenizer.push(token, show_special=True)
         return self._stops.flush() + shown + self._detokenizer.flush()
 
-    def _rest(self) -> str:
-        """What is held back, in the order it came. A stop string that only the flush completes (one
+    def rest(self) -> str:
+        """What is held back when the answer ends, in the order it came. A stop string that only the flush completes (one
         that ends in U+FFFD) is still cut off."""
         shown = self._stops.push(self._detokenizer.flush())
         return shown if self._stops.matched is not None else shown + self._stops.flush()

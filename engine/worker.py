@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import faulthandler
 import logging
+import math
 import signal
 import socket
 import sys
 import time
+from heapq import heappop, heappush
 
 import msgspec
 
@@ -22,6 +24,7 @@ from cflow.engine.link import Link
 from cflow.engine.loading import Load, Loaded, load
 from cflow.engine.messages import (
     PROTOCOL,
+    TIMED_OUT,
     Cancel,
     Delta,
     Down,
@@ -73,7 +76,9 @@ class Worker:
         self._stats = StatsKeeper(self._scheduler, loaded.context, loaded.experts)
         self._n_requests = 0
         self._drain_deadline: float | None = None
+        self._deadlines: list[tuple[float, int]] = []  # of requests, a heap; some have ended
         self._in_step: frozenset[int] = frozenset()  # requests of the running step
+        self._step_deadline = math.inf  # when the last of them is past its own
         self._cancelled: set[int] = set()  # while it ran
         link.heartbeat = self._heartbeat
         link.on_cancel = self._cancel_step
@@ -83,6 +88,7 @@ class Worker:
         while not self._is_drained():
             for message in self._link.receive(self._patience()):
                 self._take(message)
+            self._expire()
             self._step()
             if stats := self._stats.due(self._scheduler.n_running):
                 self._link.send(stats)
@@ -100,6 +106,9 @@ class Worker:
     # ---- called by the link's thread ----
 
     def _heartbeat(self) -> Heartbeat:
+        """Also cuts a step short whose requests all are out of time."""
+        if self._in_step and time.monotonic() >= self._step_deadline:
+            self._loaded.context.cancel()
         return Heartbeat(self._loaded.context.stage_count, bool(self._in_step))
 
     def _cancel_step(self, request_id: int) -> None:
@@ -129,6 +138,8 @@ class Worker:
             transcript = Transcript(sampling, self._loaded.token_bytes, eos_ids, limit)
             request.sequences.append(Sequence(request, choice, eos_ids, transcript))
         self._scheduler.add(request)
+        if submit.deadline is not None:
+            heappush(self._deadlines, (submit.deadline, request.id))
 
     def _cancel(self, request_id: int) -> None:
         request = self._scheduler.find(request_id)
@@ -139,6 +150,16 @@ class Worker:
     def _fail(self, request: Request, code: str, text: str) -> str:
         self._link.send(Failed(request.id, code, text))
         return self._scheduler.remove(request)
+
+    def _expire(self) -> None:
+        """Ends the requests whose time is over, with the text they have."""
+        while self._deadlines and self._deadlines[0][0] <= time.monotonic():
+            _, request_id = heappop(self._deadlines)
+            request = self._scheduler.find(request_id)
+            if request is not None:
+                deltas = tuple(_time_out(sequence) for sequence in request.sequences)
+                self._scheduler.remove(request)
+                self._link.send(Step(deltas))
 
     def _is_drained(self) -> bool:
         if self._drain_deadline is None:
@@ -157,6 +178,8 @@ class Worker:
         if batch.admitted:
             self._announce(batch)
         requests = {chunk.sequence.request.id: chunk.sequence.request for chunk in batch.chunks}
+        deadlines = (request.submit.deadline for request in requests.values())
+        self._step_deadline = max(math.inf if end is None else end for end in deadlines)
         self._in_step = frozenset(requests)
         try:
             self._run(batch)
@@ -250,6 +273,16 @@ class Worker:
             prompt_logprobs=_prompt_logprobs(request) if is_first else None,
             experts=sequence.experts,
         )
+
+
+def _time_out(sequence: Sequence) -> Delta:
+    return Delta(
+        sequence.request.id,
+        sequence.choice,
+        text=sequence.transcript.rest(),
+        finish=TIMED_OUT,
+        experts=sequence.experts,
+    )
 
 
 def _prompt_logprobs(request: Request) -> tuple[Logprob | None, ...] | None:

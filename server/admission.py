@@ -53,6 +53,13 @@ def check_model(engine: Engine, model: str | None) -> None:
         raise RequestError(message, code="model_not_found", param="model", status=404)
 
 
+def check_priority(priority: int) -> None:
+    """Where there are keys, nobody may overtake the others, only let them pass."""
+    if priority < 0:
+        message = f"priority: {priority} is less than 0, which this server does not allow."
+        raise RequestError(message, param="priority")
+
+
 def _refuse(error: EngineError, engine: Engine, metrics: Metrics) -> RequestError:
     metrics.rejections.labels(reason=error.code).inc()
     status = ENGINE_STATUS.get(error.code, 500)
@@ -69,6 +76,8 @@ def submit_all(
     *,
     n_choices: int,
     key: str,
+    priority: int,
+    timeout_s: float | None,
 ) -> list[Answer]:
     """One answer a prompt, all or none."""
     if not engine.queue_depth:
@@ -76,7 +85,15 @@ def submit_all(
     answers: list[Answer] = []
     try:
         for prompt, how in zip(prompts, sampling, strict=True):
-            answers.append(engine.submit(prompt.ids, n_choices=n_choices, sampling=how, key=key))
+            answer = engine.submit(
+                prompt.ids,
+                n_choices=n_choices,
+                sampling=how,
+                key=key,
+                priority=priority,
+                timeout_s=timeout_s,
+            )
+            answers.append(answer)
     except EngineError as error:
         for answer in answers:
             answer.cancel()

@@ -8,7 +8,7 @@ from contextlib import aclosing
 
 from cflow.engine.engine import Answer
 from cflow.engine.errors import EngineError
-from cflow.engine.messages import Delta, ExpertUsage, Progress
+from cflow.engine.messages import TIMED_OUT, Delta, ExpertUsage, Progress
 from cflow.server.records import AnswerRecord, progress_of, timings_of
 
 Events = AsyncGenerator[tuple[int, Delta | Progress], None]  # prompt index, what came for it
@@ -24,7 +24,7 @@ class Generation:
     ) -> None:
         self._answers = answers
         self._records = records
-        self._n_open = sum(len(record.n_tokens) for record in records)
+        self._n_open = self._n_choices = sum(len(record.n_tokens) for record in records)
         self.n_prompt = sum(record.n_prompt for record in records)
         self.n_deferred = n_deferred
         self.n_completion = 0
@@ -81,6 +81,9 @@ class Generation:
                 answer.cancel()
 
     def _count(self, delta: Delta) -> None:
+        is_empty = not self.n_completion and self._n_open == self._n_choices
+        if delta.finish == TIMED_OUT and is_empty and not delta.tokens:
+            raise EngineError("timeout", "timeout_s was over before there was a token")
         self.n_completion += len(delta.tokens)
         self.n_cached += delta.n_cached or 0
         if delta.experts is not None:
@@ -107,7 +110,7 @@ class Generation:
             record.end(otherwise)
 
     async def _merge(self) -> Events:
-        queue: asyncio.Queue[tuple[int, Delta | Progress] | EngineError | None] = asyncio.Queue()
+        queue: asyncio.Queue[tuple[int, Delta | Progress] | Exception | None] = asyncio.Queue()
 
         async def pump(index: int) -> None:
             try:
@@ -115,7 +118,7 @@ class Generation:
                     async for item in source:
                         queue.put_nowait(item)
                 queue.put_nowait(None)
-            except EngineError as error:
+            except Exception as error:  # a fault of ours too: nobody waits for what will not come
                 queue.put_nowait(error)
 
         tasks = [asyncio.create_task(pump(index)) for index in range(len(self._answers))]
@@ -125,7 +128,7 @@ class Generation:
                 item = await queue.get()
                 if item is None:
                     n_open -= 1
-                elif isinstance(item, EngineError):
+                elif isinstance(item, Exception):
                     raise item
                 else:
                     yield item

@@ -83,6 +83,12 @@ class Sampling(Body):
     moe_top_k: Annotated[int, Field(ge=1)] | None = Field(
         default=None, description="experts a token uses, at most the model's own number"
     )
+    priority: Annotated[int, Field(ge=-MAX_INT, le=MAX_INT)] = Field(
+        default=0, description="smaller goes first; with API keys at least 0"
+    )
+    timeout_s: Annotated[float, Field(gt=0, le=86400)] | None = Field(
+        default=None, description="after so many seconds the answer ends as it is"
+    )
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_progress: bool = Field(

@@ -9,14 +9,14 @@ from fastapi import Request, Response
 
 from cflow.engine.engine import Engine
 from cflow.engine.messages import SamplingParams
-from cflow.server.admission import check_model, check_ready, submit_all
+from cflow.server.admission import check_model, check_priority, check_ready, submit_all
 from cflow.server.body import decode_object, read_body
 from cflow.server.config import ServerConfig
 from cflow.server.generation import Generation
 from cflow.server.metrics import Metrics
 from cflow.server.prompts import Prompt
 from cflow.server.records import AnswerRecord
-from cflow.server.schemas import REF, AnyBody, Body, ignored_header, parse
+from cflow.server.schemas import REF, AnyBody, Body, Sampling, ignored_header, parse
 from cflow.server.sse import Events, EventStream, ended
 
 
@@ -32,19 +32,28 @@ class Service:
         body = decode_object(await read_body(request, self.config.max_body_bytes))
         ask = parse(kind, body)
         check_model(self.engine, getattr(ask, "model", None))
+        if self.config.api_keys is not None:
+            check_priority(getattr(ask, "priority", 0))
         return ask, ignored_header(kind, body)
 
     def generate(
         self,
         request: Request,
+        ask: Sampling,
         prompts: list[Prompt],
         sampling: list[SamplingParams],
         n_choices: int,
     ) -> Generation:
         """Hands the prompts to the engine, all or none. sampling: one per prompt."""
-        key: str = request.scope.get("state", {}).get("key", "")
         answers = submit_all(
-            self.engine, self.metrics, prompts, sampling, n_choices=n_choices, key=key
+            self.engine,
+            self.metrics,
+            prompts,
+            sampling,
+            n_choices=n_choices,
+            key=request.scope.get("state", {}).get("key", ""),
+            priority=ask.priority,
+            timeout_s=ask.timeout_s,
         )
         records = [
             AnswerRecord(self.metrics, len(prompt.ids), n_choices, how.max_tokens)

@@ -133,7 +133,7 @@ async def create_chat_completion(request: Request) -> Response:
         context=context_of(service.engine),
     )
     sampling = plan_sampling(service, ask, prompt)
-    generation = service.generate(request, [prompt], [sampling], ask.n)
+    generation = service.generate(request, ask, [prompt], [sampling], ask.n)
     if ask.stream:
         chunks = Chunks("chatcmpl", "chat.completion.chunk", card.name, generation, ask)
         return service.stream(stream(service, ask, generation, chunks), generation, headers)

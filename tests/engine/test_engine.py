@@ -20,7 +20,7 @@ from cflow.engine.card import ModelCard
 from cflow.engine.config import EngineConfig
 from cflow.engine.engine import FAULTS, Answer, Engine
 from cflow.engine.errors import EngineError
-from cflow.engine.messages import Delta, Progress, SamplingParams
+from cflow.engine.messages import TIMED_OUT, Delta, Progress, SamplingParams
 from cflow.engine.tokenizer import Tokenizer
 from oracles.toy_model import (
     EOS,
@@ -310,6 +310,40 @@ async def test_a_step_is_not_cut_short_while_another_request_is_in_it() -> None:
         first.cancel()
         tokens = tokens_of((await read(second))[0])
         assert tokens == continuation(PROMPT, SHORT)
+
+
+@pytest.mark.parametrize("n_choices", [1, 3])
+async def test_an_answer_out_of_time_ends_with_what_it_has(n_choices: int) -> None:
+    sampling = SamplingParams(max_tokens=900, ignore_eos=True, stop=("\x00never",))
+    async with running("step_s=0.01") as engine:
+        answer = engine.submit(PROMPT, sampling=sampling, n_choices=n_choices, timeout_s=0.4)
+        choices = await read(answer)
+        for choice in range(n_choices):
+            tokens, deltas = tokens_of(choices[choice]), choices[choice]
+            assert deltas[-1].finish == TIMED_OUT
+            assert 0 < len(tokens) < 900
+            assert "".join(delta.text for delta in deltas) == text_of(tokens)
+        await until(lambda: not engine.stats.n_running and not engine.stats.n_kv_used)
+
+
+async def test_out_of_time_in_the_queue_and_in_a_long_step() -> None:
+    """The step is cut short: nobody in it has time left."""
+    async with running("step_s=30", max_sequences=1) as engine:
+        answers = [engine.submit(PROMPT, sampling=LONG, timeout_s=0.5) for _ in range(2)]
+        started = time.monotonic()
+        for answer in answers:
+            (deltas,) = (await read(answer)).values()
+            assert deltas == [Delta(answer.request_id, 0, finish=TIMED_OUT)]
+        assert time.monotonic() - started < 10
+        steps = engine.stats.steps
+        await asyncio.sleep(0.3)
+        assert engine.stats.steps == steps
+
+
+async def test_time_enough_changes_nothing() -> None:
+    async with running() as engine:
+        deltas = await read(engine.submit(PROMPT, sampling=SHORT, timeout_s=60))
+        assert tokens_of(deltas[0]) == continuation(PROMPT, SHORT)
 
 
 async def test_an_answer_nobody_holds_cancels_itself() -> None:

@@ -81,6 +81,8 @@ class Call:
     n_choices: int
     sampling: SamplingParams
     key: str
+    priority: int
+    timeout_s: float | None
 
 
 Script = Callable[[Call], AsyncIterator[Delta | Progress]]
@@ -227,10 +229,11 @@ class FakeEngine:
         sampling: SamplingParams,
         key: str = "",
         priority: int = 0,
+        timeout_s: float | None = None,
     ) -> FakeAnswer:
         if self.refuse is not None:
             raise self.refuse
-        call = Call(tuple(prompt), n_choices, sampling, key)
+        call = Call(tuple(prompt), n_choices, sampling, key, priority, timeout_s)
         self.calls.append(call)
         self.answers.append(FakeAnswer(self.script(call)))
         return self.answers[-1]

@@ -70,6 +70,18 @@ def test_the_keys_name_reaches_the_scheduler(live: Live) -> None:
     assert [call.key for call in live.engine.calls] == ["alice", "key-3"]
 
 
+def test_with_keys_nobody_overtakes(live: Live) -> None:
+    headers = {"Authorization": "Bearer plain"}
+    for path, ask in (
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+    ):
+        refused = live.client.post(path, json=ask | {"priority": -1}, headers=headers)
+        assert (refused.status_code, error_of(refused)["param"]) == (400, "priority")
+        taken = live.client.post(path, json=ask | {"priority": 5}, headers=headers)
+        assert taken.status_code == 200
+
+
 def test_a_refused_body_is_not_waited_for(live: Live) -> None:
     sock = live.raw(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 50000\r\n\r\n")
     assert read_all(sock).startswith(b"HTTP/1.1 401")

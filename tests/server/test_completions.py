@@ -227,7 +227,8 @@ class TestParameters:
             ("logprobs", True), ("stop", ""), ("stop", ["a", 5]), ("stop", 5), ("stop", ["x"] * 17),
             ("stop_token_ids", [258]), ("stop_token_ids", ["a"]), ("seed", 1.5), ("seed", "1"),
             ("seed", 2**64), ("stream", "yes"), ("echo", 1), ("suffix", "x"), ("best_of", 0),
-            ("min_tokens", 17), ("moe_top_k", 1), ("stream_options", {"include_usage": True}),
+            ("min_tokens", 17), ("priority", 1.5), ("priority", 2**31),
+            ("timeout_s", 0), ("timeout_s", -1), ("timeout_s", 1e9), ("moe_top_k", 1), ("stream_options", {"include_usage": True}),
             ("logit_bias", {"99999999": -100}), ("logit_bias", {"-1": 5}), ("model", 5),
             ("logit_bias", {"abc": 1}), ("logit_bias", {"5": 101}), ("logit_bias", [[5, 1]]),
             ("logit_bias", {"258": 1}), ("logit_bias", {"\u0665": 1}), ("logit_bias", {"5": True}),
@@ -262,6 +263,11 @@ class TestParameters:
         assert live.complete(prompt="a", **same).status_code == 200
         response = live.complete(prompt="a", repetition_penalty=1.5, repeat_penalty=1.25)
         assert error_of(response)["param"] == "repeat_penalty"
+
+    def test_priority_reaches_the_engine(self, live: Live) -> None:
+        live.complete(prompt=["a", "b"], priority=-7)
+        live.chat(priority=3)
+        assert [call.priority for call in live.engine.calls] == [-7, -7, 3]
 
     def test_experts_per_token(self, serve: Any) -> None:
         live: Live = serve(FakeEngine(top_k=4))

@@ -15,7 +15,7 @@ from fake_engine import Call, FakeEngine
 from live import Live, error_of, events, request, wait_for
 
 from cflow.engine.errors import EngineError
-from cflow.engine.messages import Delta, Finish, Progress
+from cflow.engine.messages import TIMED_OUT, Delta, Finish, Progress
 
 FOREVER_S = 60
 
@@ -201,6 +201,46 @@ class TestFraming:
         response = live.chat(stream=True)
         assert response.status_code == 429
         error_of(response)
+
+
+class TestTimeout:
+    """The engine says TIMED_OUT when timeout_s is over."""
+
+    @pytest.mark.parametrize(("path", "fields"), PATHS)
+    def test_with_no_token_it_is_an_error(
+        self, live: Live, path: str, fields: dict[str, Any]
+    ) -> None:
+        async def script(call: Call) -> AsyncIterator[Delta | Progress]:
+            for choice in range(call.n_choices):
+                yield Delta(0, choice, finish=TIMED_OUT)
+
+        live.engine.script = script
+        response = live.post(path, fields | {"timeout_s": 0.5})
+        assert live.engine.calls[0].timeout_s == 0.5
+        assert (response.status_code, response.headers["x-should-retry"]) == (503, "true")
+        assert error_of(response)["code"] == "timeout"
+        assert events(live.post(path, fields | {"stream": True}))[-1]["error"]["code"] == "timeout"
+
+    @pytest.mark.parametrize("stream", [True, False])
+    def test_what_there_is_is_the_answer(self, live: Live, stream: bool) -> None:
+        async def script(call: Call) -> AsyncIterator[Delta | Progress]:
+            if call.prompt == (97,):
+                yield Delta(0, 0, (65,), "A")
+                yield Delta(0, 0, text="B", finish=TIMED_OUT)
+                return
+            await asyncio.sleep(0.1)
+            yield Delta(0, 0, finish=TIMED_OUT)
+
+        live.engine.script = script
+        response = live.complete(prompt=["a", "b"], stream=stream)
+        chunks = events(response) if stream else [response.json()]
+        texts, ends = ["", ""], {}
+        for choice in [choice for chunk in chunks for choice in chunk["choices"]]:
+            texts[choice["index"]] += choice["text"]
+            if choice["finish_reason"]:
+                ends[choice["index"]] = (choice["finish_reason"], choice["stop_reason"])
+        assert texts == ["AB", ""]
+        assert ends == {0: ("length", "timeout"), 1: ("length", "timeout")}
 
 
 class TestProgress:
