@@ -19,6 +19,15 @@ class CpuQuota:
 
 
 @dataclass(frozen=True)
+class Throttling:
+    """How CPU quotas stopped the process's groups since those were made. These only rise."""
+
+    periods: int = 0  # of quotas, in which something ran
+    throttled: int = 0  # of those, ended before their time
+    seconds: float = 0.0  # stopped, summed over CPUs
+
+
+@dataclass(frozen=True)
 class MemoryLimit:
     """One level's limit and how much of it is in use and cannot be reclaimed, in bytes."""
 
@@ -31,6 +40,17 @@ def cpu_quota(root: Path = Path("/")) -> CpuQuota | None:
     """The tightest CPU quota; None where there is none."""
     quotas = [*_quotas_v1(root), *_quotas_v2(root)]
     return min(quotas, key=lambda quota: quota.cpus, default=None)
+
+
+def cpu_throttling(root: Path = Path("/")) -> Throttling:
+    """Summed over all levels: one without a quota has no periods."""
+    stats = [_stat(level / "cpu.stat") for kind in ("cpu", "") for level in _levels(root, kind)]
+
+    def total(name: str) -> int:
+        return sum(stat.get(name, 0) for stat in stats)
+
+    seconds = total("throttled_time") / 1e9 + total("throttled_usec") / 1e6
+    return Throttling(total("nr_periods"), total("nr_throttled"), seconds)
 
 
 def memory_limits(root: Path = Path("/")) -> list[MemoryLimit]:

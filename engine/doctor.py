@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cflow.engine import machine
+from cflow.engine.cgroup import cpu_throttling
 from cflow.engine.hub import cache_folder
 from cflow.engine.native import best_isa
 
 SMALL_MEMORY_BYTES = 2 << 30
 SMALL_DISK_BYTES = 4 << 30
+THROTTLED_PART = 0.1  # of the periods; more shows in latency
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,9 @@ class Finding:
 
 def run() -> list[Finding]:
     """Looks, changes nothing."""
-    return [_processor(), _kernels(), _threads(), _memory(), _huge_pages(), _disk()]
+    return [
+        _processor(), _kernels(), _threads(), _throttling(), _memory(), _huge_pages(), _disk(),
+    ]  # fmt: skip
 
 
 def _processor() -> Finding:
@@ -48,6 +52,16 @@ def _threads() -> Finding:
     elif cores.nodes > 1:
         advice = "several memory nodes: bind the server to one, e.g. numactl -N 0 -m 0 cflow serve"
     return Finding("threads", f"{cores.threads} ({cores.reason})", advice)
+
+
+def _throttling() -> Finding:
+    found = cpu_throttling()
+    if not found.periods:
+        return Finding("throttling", "no CPU quota has stopped this group")
+    share = found.throttled / found.periods
+    value = f"CPU quotas stopped this group in {share:.0%} of {found.periods} periods"
+    advice = "more threads run here than the quota has CPUs: lower --threads or raise the quota"
+    return Finding("throttling", value, advice if share > THROTTLED_PART else "")
 
 
 def _memory() -> Finding:

@@ -51,7 +51,8 @@ Load = Callable[[EngineConfig, Report], Loaded]
 def load(config: EngineConfig, report: Report) -> Loaded:
     """report: bytes read, and of all, of "weights" and then of "experts". Raises EngineError."""
     started = time.perf_counter()
-    threads = config.threads or machine.cores().threads
+    cores = machine.cores()
+    threads = config.threads or cores.threads
     as_f32 = config.precision == "f32"
     kv = "f32" if as_f32 else config.kv
     share = share_memory(config)
@@ -77,6 +78,7 @@ def load(config: EngineConfig, report: Report) -> Loaded:
         pid=os.getpid(),
         isa=context.isa,
         n_threads=threads,
+        threads_reason="as set" if config.threads else cores.reason,
         n_kv_blocks=capacity.n_kv_blocks,
         max_context=capacity.max_context,
         resident_bytes=memory.resident_bytes,
@@ -85,7 +87,12 @@ def load(config: EngineConfig, report: Report) -> Loaded:
         scratch_bytes=scratch_bytes,
         load_s=time.perf_counter() - started,
         n_deferred=config.defer_experts,
-        notes=(*capacity.notes, *_memory_notes(model), *_expert_notes(model, config)),
+        notes=(
+            *capacity.notes,
+            *_thread_notes(threads, cores),
+            *_memory_notes(model),
+            *_expert_notes(model, config),
+        ),
         **_disk_facts(model),
     )
     metadata = parse_metadata(model.metadata, model.header.n_tokens)
@@ -107,7 +114,8 @@ def share_memory(config: EngineConfig) -> Share:
     as_f32 = config.precision == "f32"
     kv = "f32" if as_f32 else config.kv
     model = read_header(config)
-    bank, available = ExpertBank.of(model), machine.memory().available
+    bank, memory = ExpertBank.of(model), machine.memory()
+    available = memory.available
     bank_bytes = 0 if as_f32 else bank.n_bytes  # what may stay on disk
     weights = fix_weights(config, model, bank)
     fixed = weights.n_bytes
@@ -117,16 +125,18 @@ def share_memory(config: EngineConfig) -> Share:
     def share(expert_bytes: int) -> Share:
         """With KV beside so many bytes of experts."""
         left = available - fixed - expert_bytes
-        if left <= 0 and config.kv_memory is None:
-            message = (
-                f"the weights need {fixed + expert_bytes:,} bytes, {available:,} are available; "
-                "with weights_memory layers can stay on disk"
-            )
-            raise EngineError("out_of_memory", message)
+        if left <= 0:
+            raise _too_little(memory, f"the weights need {fixed + expert_bytes:,} bytes", "")
         capacity = fit_capacity(config, model.header.context, block_bytes, left)
-        taken = fixed + sum(context_memory(model, **_options(config, 1, kv, capacity)))
-        cache = choose_cache(config, bank, room_for_experts(available, taken))
-        return Share(capacity, cache, weights.budget)
+        kv_bytes, scratch_bytes = context_memory(model, **_options(config, 1, kv, capacity))
+        if kv_bytes + scratch_bytes > left:
+            need = (
+                f"weights of {fixed + expert_bytes:,} bytes, keys and values of {kv_bytes:,} and "
+                f"buffers of {scratch_bytes:,} need {available - left + kv_bytes + scratch_bytes:,}"
+            )
+            raise _too_little(memory, need, "lower kv_memory, context or max_step_tokens, or ")
+        room = room_for_experts(available, fixed + kv_bytes + scratch_bytes)
+        return Share(capacity, choose_cache(config, bank, room), weights.budget)
 
     if config.expert_cache is not None:
         return share(min(asked_cache(config.expert_cache, bank), bank_bytes))
@@ -134,6 +144,12 @@ def share_memory(config: EngineConfig) -> Share:
         if not (whole := share(bank_bytes)).expert_cache:
             return whole
     return share(0)
+
+
+def _too_little(memory: machine.Memory, need: str, other: str) -> EngineError:
+    advice = f"{other}leave layers on disk with weights_memory"
+    message = f"{need}, {memory.available:,} are available ({memory.limited_by}); {advice}"
+    return EngineError("out_of_memory", message)
 
 
 def _options(config: EngineConfig, threads: int, kv: str, capacity: Capacity) -> ContextOptions:
@@ -157,6 +173,15 @@ def _make_a_token(context: Context) -> None:
         raise EngineError("io_error", why)
     if any(status) or choice.status:
         raise EngineError("numeric", "the model's first logits are not finite numbers")
+
+
+def _thread_notes(threads: int, cores: machine.Cores) -> list[str]:
+    if cores.quota is None or threads <= max(1, cores.quota.cpus):
+        return []
+    return [
+        f"{threads} threads and a CPU quota of {cores.quota.cpus:g} ({cores.quota.source}): the kernel "
+        "will stop them in most periods; leave threads out"
+    ]
 
 
 def _memory_notes(model: Model) -> list[str]:

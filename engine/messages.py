@@ -154,6 +154,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     kv_bytes: int
     scratch_bytes: int
     load_s: float
+    threads_reason: str = ""  # why n_threads, and not more
     notes: tuple[str, ...] = ()  # what did not go as wished: buffered reads, no huge pages
     n_deferred: int = 0  # experts of a token that join a layer late
     n_experts: int = 0  # where some stay on disk: of all layers

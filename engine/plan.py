@@ -54,8 +54,10 @@ class Plan:
     kv_bytes_per_token: int
     context: int
     available_bytes: int  # memory this machine can give
+    memory_limited_by: str  # the file that says so
     probe_gb_s: float
     threads: int
+    threads_reason: str
     stages: tuple[Stage, ...]
 
     @property
@@ -95,7 +97,7 @@ def run(
     """The plan of a model file, next to this machine, with a server's defaults but for these two.
     Measures memory bandwidth, and the disk where it counts: some seconds."""
     model = Model(str(path), header_only=True)
-    info, threads = model.plan, machine.cores().threads
+    info, cores, memory = model.plan, machine.cores(), machine.memory()
     n_bytes = max(PROBE_BYTES, 4 * machine.cpu().l3_bytes)
     bank = ExpertBank.of(model)
     config = EngineConfig(model=str(path), expert_cache=expert_cache, weights_memory=weights_memory)
@@ -122,9 +124,11 @@ def run(
         problem=problem,
         kv_bytes_per_token=info.kv_bytes_per_token,
         context=model.header.context,
-        available_bytes=machine.memory().available,
-        probe_gb_s=native.probe_bandwidth(n_bytes, threads, PROBE_PASSES) / 1e9,
-        threads=threads,
+        available_bytes=memory.available,
+        memory_limited_by=memory.limited_by,
+        probe_gb_s=native.probe_bandwidth(n_bytes, cores.threads, PROBE_PASSES) / 1e9,
+        threads=cores.threads,
+        threads_reason=cores.reason,
         stages=_stages(model.ops),
     )
 

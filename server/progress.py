@@ -115,7 +115,7 @@ async def _show_loading(engine: Engine) -> None:
 
 
 def announce(engine: Engine, ready: Ready, address: str) -> None:
-    """One line when the server answers, and what did not go as wished."""
+    """When the server answers: where, what it took, and why not more threads."""
     console.print(
         f"cflow: {engine.card.name} is served at {address} ({ready.isa}, {ready.n_threads} threads, "
         f"context {ready.max_context}, "
@@ -124,6 +124,7 @@ def announce(engine: Engine, ready: Ready, address: str) -> None:
         f"loaded in {ready.load_s:.1f} s)",
         markup=False,
     )
+    console.print(f"cflow: {ready.n_threads} threads: {ready.threads_reason}", markup=False)
 
 
 def _experts(ready: Ready) -> str:

@@ -106,7 +106,8 @@ def _print_plan(plan: Plan) -> None:
         [
             (
                 "weights in memory",
-                f"{size(plan.resident_bytes)}, {fits} in {size(plan.available_bytes)}",
+                f"{size(plan.resident_bytes)}, {fits} in {size(plan.available_bytes)} "
+                f"({plan.memory_limited_by})",
             ),
             *_disk_rows(plan),
             ("KV", f"{size(plan.kv_bytes_per_token)} a token (f16)"),
@@ -129,6 +130,7 @@ def _print_plan(plan: Plan) -> None:
                 "stages",
                 f"{plan.n_stages}, ops of one run together; {plan.n_barriers} barriers a token",
             ),
+            ("threads", f"{plan.threads} ({plan.threads_reason})"),
             ("memory bandwidth", f"{plan.probe_gb_s:.1f} GB/s with {plan.threads} threads"),
             (
                 "predicted decode",

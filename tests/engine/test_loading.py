@@ -77,6 +77,18 @@ def test_with_little_memory_the_smallest_cache_or_an_error_with_numbers(
         shared(4096)
 
 
+def test_kv_memory_that_does_not_fit_beside_the_weights_is_refused(
+    shared: Shared, path: Path
+) -> None:
+    weights = path.stat().st_size
+    need = shared(1 << 30, kv_memory=64 * MIB, context=None)
+    assert need.capacity.n_kv_blocks
+    with pytest.raises(EngineError, match=r"need [\d,]+, [\d,]+ are available \(test\)") as caught:
+        shared(weights + 32 * MIB, kv_memory=64 * MIB, expert_cache="100%")
+    assert caught.value.code == "out_of_memory"
+    assert "lower kv_memory" in str(caught.value)
+
+
 def test_a_cache_that_was_asked_for_is_not_questioned(shared: Shared, path: Path) -> None:
     bank = ExpertBank.of(Model(str(path), header_only=True))
     assert shared(1 << 30, expert_cache="25%").expert_cache == bank.n_bytes // 4

@@ -1,11 +1,18 @@
-"""Machine truth on laid-out trees of other machines (case DE-01)."""
+"""Machine truth, on laid-out trees of other machines and in real control groups."""
 
-from collections.abc import Iterable
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cflow.engine import machine
+from cflow.engine.cgroup import Throttling, cpu_throttling
 
 GIB = 1 << 30
 
@@ -252,3 +259,135 @@ def test_this_machine_can_be_read() -> None:
     memory = machine.memory()
     assert 0 < memory.available <= memory.total
     assert machine.cpu().flags
+
+
+def test_throttling_is_summed_over_the_levels_of_either_version(tree: Tree) -> None:
+    assert cpu_throttling(tree.root) == Throttling()
+    tree.cgroup2("/a/b")
+    usage = "usage_usec 9\nuser_usec 9\nsystem_usec 0"
+    tree.file("sys/fs/cgroup/cpu.stat", usage)  # of the top: no quota, no periods
+    for group, n in (("a", 10), ("a/b", 1)):
+        periods = f"nr_periods {4 * n}\nnr_throttled {2 * n}\nthrottled_usec {500_000 * n}"
+        tree.file(f"sys/fs/cgroup/{group}/cpu.stat", f"{usage}\n{periods}")
+    assert cpu_throttling(tree.root) == Throttling(44, 22, 5.5)
+    tree.cgroup1("/box", mount_root="/box")
+    tree.file(
+        "sys/fs/cgroup/cpu/cpu.stat", "nr_periods 8\nnr_throttled 3\nthrottled_time 1500000000"
+    )
+    assert cpu_throttling(tree.root) == Throttling(8, 3, 1.5)
+
+
+CGROUPS = Path("/sys/fs/cgroup")
+IMPORTS = """
+import json, os, sys, time
+from pathlib import Path
+from cflow.engine import machine
+from cflow.engine.cgroup import cpu_throttling
+"""
+
+
+class Group:
+    """A real control group of version 1 below that of this process."""
+
+    def __init__(self, controller: str) -> None:
+        """OSError where none can be made."""
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        own = {
+            name: line.split(":", 2)[2] for line in lines for name in line.split(":")[1].split(",")
+        }
+        top = CGROUPS / controller / own.get(controller, "/").lstrip("/")
+        self.path = top / f"cflow-test-{os.getpid()}"
+        self.path.mkdir()
+
+    def write(self, name: str, value: str | int) -> None:
+        (self.path / name).write_text(str(value))
+
+    def run(self, code: str, *arguments: object) -> Any:
+        """What the code, run by a Python process in the group, prints as JSON."""
+        enter = 'echo $$ > "$0/cgroup.procs" && exec "$@"'
+        command = ["sh", "-c", enter, str(self.path), sys.executable, "-c", IMPORTS + code]
+        done = subprocess.run([*command, *map(str, arguments)], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+
+@pytest.fixture
+def group() -> Iterator[Callable[[str], Group]]:
+    made: list[Group] = []
+
+    def make(controller: str) -> Group:
+        try:
+            made.append(Group(controller))
+        except OSError as error:
+            pytest.skip(f"no {controller} group of version 1 can be made here: {error}")
+        return made[-1]
+
+    yield make
+    for group in made:
+        group.path.rmdir()
+
+
+def test_a_real_quota_bounds_the_threads_and_counts_what_it_stops(
+    group: Callable[[str], Group],
+) -> None:
+    box = group("cpu")
+    box.write("cpu.cfs_period_us", 100_000)
+    box.write("cpu.cfs_quota_us", 20_000)
+    code = """
+cores, end = machine.cores(), time.monotonic() + 30
+while not (found := cpu_throttling()).throttled and time.monotonic() < end: pass
+print(json.dumps([cores.threads, cores.reason, found.periods, found.throttled, found.seconds]))
+"""
+    threads, reason, periods, throttled, seconds = box.run(code)
+    assert threads == 1
+    assert reason.startswith(f"CPU quota of 0.2 ({box.path}/cpu.cfs_quota_us); ")
+    assert 0 < throttled <= periods
+    assert 0 < seconds < 30
+
+
+def test_a_real_cpuset_bounds_the_threads(group: Callable[[str], Group]) -> None:
+    box = group("cpuset")
+    box.write("cpuset.mems", 0)
+    box.write("cpuset.cpus", 0)
+    threads, reason = box.run(
+        "cores = machine.cores(); print(json.dumps([cores.threads, cores.reason]))"
+    )
+    assert (threads, reason.split(", ")[0].split(" in ")[0]) == (1, "1 physical cores")
+
+
+def test_in_a_real_group_page_cache_is_not_used_up_memory(
+    group: Callable[[str], Group], tmp_path: Path
+) -> None:
+    box = group("memory")
+    box.write("memory.limit_in_bytes", 256 << 20)
+    code = """
+file = Path(sys.argv[1])
+file.write_bytes(bytes(100 << 20))
+kept = bytearray(os.urandom(1 << 20) * 50)
+with file.open("rb+") as f: os.fsync(f.fileno())
+file.read_bytes()
+memory = machine.memory()
+usage = int(Path(memory.limited_by).with_name("memory.usage_in_bytes").read_text())
+print(json.dumps([memory.total, memory.available, memory.limited_by, usage]))
+"""
+    total, available, source, usage = box.run(code, tmp_path / "file")
+    assert (total, source) == (256 << 20, f"{box.path}/memory.limit_in_bytes")
+    assert usage > 150 << 20  # the file is charged to the group,
+    assert 140 << 20 < available < 206 << 20  # and only the 50 MiB and the interpreter are used up
+
+
+def test_a_model_larger_than_a_real_limit_is_refused_by_its_name(
+    group: Callable[[str], Group],
+) -> None:
+    box = group("memory")
+    box.write("memory.limit_in_bytes", 512 << 20)
+    code = """
+from cflow.engine.plan import run_shape
+from cflow.engine import native
+native.probe_bandwidth = lambda *_: 1e9
+print(json.dumps([run_shape(shape).problem for shape in ("smollm2-135m", "qwen2.5-3b")]))
+"""
+    fits, problem = box.run(code)
+    assert fits is None
+    assert re.match(r"the weights need [\d,]+ bytes, [\d,]+ are available", problem)
+    assert f"({box.path}/memory.limit_in_bytes)" in problem

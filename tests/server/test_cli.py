@@ -144,7 +144,14 @@ def test_plan_of_a_file_and_of_its_shape_agree(
     assert sum(stage["bytes"] for stage in of_file["stage_list"]) == of_file["layer_bytes"]
     assert of_file.keys() >= {"barriers", "critical_path_bytes", "critical_path_closed_form_bytes"}
     output = " ".join(runner.invoke(app, ["plan", str(model)]).output.split())
-    for words in ("predicted decode", "whatever the delays", "sum over layers of max(attention"):
+    assert of_file["memory_limited_by"] == "test"
+    for words in (
+        "(test)",
+        of_file["threads_reason"],
+        "predicted decode",
+        "whatever the delays",
+        "sum over layers of max(attention",
+    ):
         assert words in output
 
 
@@ -157,7 +164,9 @@ def test_plan_of_nothing_lists_models_and_shapes() -> None:
 
 def test_doctor() -> None:
     found = run_json("doctor")
-    assert found.keys() == {"processor", "kernels", "threads", "memory", "huge pages", "disk"}
+    assert list(found) == [
+        "processor", "kernels", "threads", "throttling", "memory", "huge pages", "disk",
+    ]  # fmt: skip
     assert found["kernels"]["value"] in ("scalar", "avx2", "avx512vnni")
     assert "threads" in runner.invoke(app, ["doctor"]).output
 
