@@ -6,6 +6,8 @@ import codecs
 from collections.abc import Iterable, Sequence
 from typing import Any, TypedDict
 
+from msgspec.structs import replace
+
 from cflow.engine.messages import Logprob
 from cflow.engine.tokenizer import Tokenizer
 
@@ -14,6 +16,11 @@ LEAST = -9999.0  # JSON has no -Infinity
 
 def _finite(logprob: float) -> float:
     return logprob if logprob > LEAST else LEAST
+
+
+def cut_top(entry: Logprob | None, n_top: int) -> Logprob | None:
+    """With the n_top best only."""
+    return None if entry is None else replace(entry, top=entry.top[:n_top])
 
 
 def token_name(tokenizer: Tokenizer, token: int) -> str:
@@ -111,6 +118,22 @@ def join(parts: Iterable[Legacy]) -> Legacy:
         out["top_logprobs"] += part["top_logprobs"]
         out["text_offset"] += part["text_offset"]
     return out
+
+
+def prompt_entries(
+    tokenizer: Tokenizer, logprobs: Iterable[Logprob | None], n_top: int
+) -> list[dict[int, dict[str, Any]] | None]:
+    """vLLM's prompt_logprobs: of each token, but not the first, its own entry and the n_top best."""
+
+    def entry(token: int, logprob: float, rank: int) -> dict[str, Any]:
+        text = tokenizer.token_bytes(token).decode(errors="replace")
+        return {"logprob": _finite(logprob), "rank": rank + 1, "decoded_token": text}
+
+    def entries(own: Logprob) -> dict[int, dict[str, Any]]:
+        top = {token: entry(token, p, rank) for rank, (token, p) in enumerate(own.top[:n_top])}
+        return {own.token: entry(own.token, own.logprob, own.rank)} | top
+
+    return [None if own is None else entries(own) for own in logprobs]
 
 
 def _chat_token(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:

@@ -64,14 +64,17 @@ def sampling_params(
     max_tokens: int,
     n_logprobs: int | None,
     n_prompt_logprobs: int | None = None,
+    ends: tuple[int, ...] = (),
 ) -> SamplingParams:
-    """max_tokens: what the context allows, already checked. A missing seed is random."""
+    """max_tokens: what the context allows, already checked. ends: tokens that end an answer besides
+    those of the model. A missing seed is random."""
     if ask.min_tokens > max_tokens:
         message = f"min_tokens: {ask.min_tokens} is more than max_tokens, {max_tokens}."
         raise RequestError(message, param="min_tokens")
     seed = secrets.randbits(63) if ask.seed is None else ask.seed % 2**64
     top_k = int(_choose(card, "top_k", ask.top_k, 0))
     n_tokens = card.tokenizer.n_tokens
+    stop_ids = _check_tokens("stop_token_ids", ask.stop_token_ids, n_tokens)
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=ask.min_tokens,
@@ -85,13 +88,24 @@ def sampling_params(
         seed=seed,
         logit_bias=_read_bias(ask.logit_bias, n_tokens),
         stop=tuple(ask.stop),
-        stop_token_ids=_check_tokens("stop_token_ids", ask.stop_token_ids, n_tokens),
+        stop_token_ids=(*stop_ids, *(() if ask.ignore_eos else ends)),
         ignore_eos=ask.ignore_eos,
         include_stop=ask.include_stop_str_in_output,
         n_logprobs=n_logprobs,
         n_prompt_logprobs=n_prompt_logprobs,
         n_experts=_count_experts(ask, card),
     )
+
+
+def check_stream(ask: Sampling) -> None:
+    """What a stream needs, and what it cannot have."""
+    if ask.stream_options is not None and not ask.stream:
+        message = "stream_options is only allowed when stream is true."
+        raise RequestError(message, param="stream_options")
+    if ask.prompt_logprobs is not None and ask.stream:
+        raise RequestError(
+            "prompt_logprobs is only allowed when stream is false.", param="prompt_logprobs"
+        )
 
 
 def refuse_given(param: str, value: Any, harmless: tuple[Any, ...]) -> None:

@@ -10,6 +10,7 @@ from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 from cflow.engine.engine import Engine, ModelCard
+from cflow.engine.infill import Infill, find_infill
 from cflow.engine.tokenizer import Tokenizer
 from cflow.server.errors import RequestError, shorten
 
@@ -140,6 +141,35 @@ async def encode_prompts(
         await encode_text(tokenizer, part) if isinstance(part, str) else _check_ids(part, tokenizer)
         for part in parts
     ]
+
+
+@lru_cache(maxsize=1)
+def _infill_of(tokenizer: Tokenizer) -> Infill | None:
+    return find_infill(tokenizer)
+
+
+async def encode_infill(
+    tokenizer: Tokenizer, prompt: Any, suffix: str, *, n_choices: int, context: int
+) -> tuple[list[Prompt], tuple[int, ...]]:
+    """Prompts for what stands between each text and the suffix, and the tokens that end it."""
+    infill = _infill_of(tokenizer)
+    if infill is None:
+        message = "suffix: this model has no tokens for filling in the middle."
+        raise RequestError(message, code="unsupported_parameter", param="suffix")
+    parts = [prompt] if isinstance(prompt, str) else prompt
+    if not isinstance(parts, list) or not parts or not all(isinstance(p, str) for p in parts):
+        message = f"prompt is {shorten(prompt)}; with suffix it must be a text, or a list of them."
+        raise RequestError(message, param="prompt")
+    _check_count(len(parts), n_choices)
+    for part in parts:
+        _check_size(tokenizer, part + suffix, context, "prompt")
+    begin = tokenizer.encode("")
+    after = await encode_plain(tokenizer, suffix, add_bos=False)
+    prompts = []
+    for part in parts:
+        before = await encode_plain(tokenizer, part, add_bos=False)
+        prompts.append(Prompt((*begin, *infill.prompt(before, after))))
+    return prompts, infill.ends
 
 
 async def render_chat(

@@ -83,6 +83,10 @@ class Sampling(Body):
     moe_top_k: Annotated[int, Field(ge=1)] | None = Field(
         default=None, description="experts a token uses, at most the model's own number"
     )
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(
+        default=None, description="of the prompt's tokens, with so many of the best; not in streams"
+    )
+    return_token_ids: bool = False
     priority: Annotated[int, Field(ge=-MAX_INT, le=MAX_INT)] = Field(
         default=0, description="smaller goes first; with API keys at least 0"
     )

@@ -6,12 +6,12 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from cflow.engine.messages import Delta, Finish, Progress, SamplingParams
+from cflow.engine.messages import Delta, Finish, Logprob, Progress, SamplingParams
 from cflow.engine.tokenizer import Tokenizer
 from cflow.server.errors import ClientGone, RequestError
 from cflow.server.generation import Generation
-from cflow.server.logprobs import chat_logprobs
-from cflow.server.parameters import refuse_given, sampling_params
+from cflow.server.logprobs import chat_logprobs, prompt_entries
+from cflow.server.parameters import check_stream, refuse_given, sampling_params
 from cflow.server.prompts import Prompt, context_of, fit, render_chat
 from cflow.server.schemas import ChatRequest, render_messages
 from cflow.server.service import Service, json_schema, service_of
@@ -33,9 +33,7 @@ def check(ask: ChatRequest) -> None:
         raise RequestError(message, param="top_logprobs")
     if ask.max_tokens == 0:
         raise RequestError("max_tokens must be at least 1.", param="max_tokens")
-    if ask.stream_options is not None and not ask.stream:
-        message = "stream_options is only allowed when stream is true."
-        raise RequestError(message, param="stream_options")
+    check_stream(ask)
 
 
 def plan_sampling(service: Service, ask: ChatRequest, prompt: Prompt) -> SamplingParams:
@@ -48,6 +46,7 @@ def plan_sampling(service: Service, ask: ChatRequest, prompt: Prompt) -> Samplin
         service.engine.card,
         max_tokens=fit(len(prompt.ids), asked, context, param="messages", cap=True),
         n_logprobs=(ask.top_logprobs or 0) if ask.logprobs else None,
+        n_prompt_logprobs=ask.prompt_logprobs,
     )
 
 
@@ -55,8 +54,10 @@ def _logprobs(tokenizer: Tokenizer, delta: Delta) -> dict[str, Any]:
     return {"content": chat_logprobs(tokenizer, delta.logprobs), "refusal": None}
 
 
-def _choice(index: int, delta: dict[str, str], logprobs: Any, finish: Finish | None) -> bytes:
-    choice: dict[str, Any] = {"index": index, "delta": delta, "logprobs": logprobs}
+def _choice(
+    index: int, delta: dict[str, str], logprobs: Any, finish: Finish | None, **more: Any
+) -> bytes:
+    choice: dict[str, Any] = {"index": index, "delta": delta, "logprobs": logprobs} | more
     choice["finish_reason"] = finish.reason if finish else None
     if finish:
         choice["stop_reason"] = finish.stop
@@ -64,22 +65,24 @@ def _choice(index: int, delta: dict[str, str], logprobs: Any, finish: Finish | N
 
 
 async def stream(
-    service: Service, ask: ChatRequest, generation: Generation, chunks: Chunks
+    service: Service, ask: ChatRequest, prompt: Prompt, generation: Generation, chunks: Chunks
 ) -> Events:
     """Role chunks, content chunks, a finish chunk for each choice, usage if it was asked for."""
     tokenizer = service.engine.card.tokenizer
     first = {"role": "assistant", "content": ""}
-    yield b"".join(chunks.chunk(_choice(i, first, None, None)) for i in range(ask.n))
+    ids: dict[str, Any] = {"prompt_token_ids": prompt.ids} if ask.return_token_ids else {}
+    yield b"".join(chunks.chunk(_choice(i, first, None, None), **ids) for i in range(ask.n))
     async for _, delta in generation.events():
         if isinstance(delta, Progress):
             if ask.return_progress:
                 progress = generation.progress(0)
                 yield chunks.chunk(_choice(0, {}, None, None), prompt_progress=progress)
             continue
-        if ask.logprobs and (delta.text or delta.logprobs):
+        if (ask.logprobs or ask.return_token_ids) and (delta.text or delta.tokens):
             content = {"content": delta.text}
-            logprobs = _logprobs(tokenizer, delta)
-            yield chunks.chunk(_choice(delta.choice, content, logprobs, None))
+            logprobs = _logprobs(tokenizer, delta) if ask.logprobs else None
+            more = {"token_ids": delta.tokens} if ask.return_token_ids else {}
+            yield chunks.chunk(_choice(delta.choice, content, logprobs, None, **more))
         elif delta.text:
             head = b'{"index":%d,"delta":{"content":' % delta.choice
             tail = b'},"logprobs":null,"finish_reason":null}'
@@ -96,6 +99,8 @@ class Whole:
     def __init__(self) -> None:
         self.texts: list[str] = []
         self.logprobs: list[dict[str, Any]] = []
+        self.tokens: list[int] = []
+        self.prompt_logprobs: tuple[Logprob | None, ...] = ()  # the first choice has them
         self.finish: Finish | None = None
 
     def as_json(self, index: int, *, with_logprobs: bool) -> dict[str, Any]:
@@ -115,6 +120,8 @@ async def gather(generation: Generation, n: int, tokenizer: Tokenizer) -> list[W
         whole = wholes[delta.choice]
         whole.texts.append(delta.text)
         whole.logprobs += chat_logprobs(tokenizer, delta.logprobs)
+        whole.tokens += delta.tokens
+        whole.prompt_logprobs = delta.prompt_logprobs or whole.prompt_logprobs
         whole.finish = delta.finish or whole.finish
     return wholes
 
@@ -136,12 +143,21 @@ async def create_chat_completion(request: Request) -> Response:
     generation = service.generate(request, ask, [prompt], [sampling], ask.n)
     if ask.stream:
         chunks = Chunks("chatcmpl", "chat.completion.chunk", card.name, generation, ask)
-        return service.stream(stream(service, ask, generation, chunks), generation, headers)
+        events = stream(service, ask, prompt, generation, chunks)
+        return service.stream(events, generation, headers)
     async with watching(request.receive, generation.cancel):
         wholes = await gather(generation, ask.n, card.tokenizer)
     if generation.is_cancelled:
         raise ClientGone
     out = [whole.as_json(i, with_logprobs=ask.logprobs) for i, whole in enumerate(wholes)]
+    more: dict[str, Any] = {}
+    if ask.return_token_ids:
+        more["prompt_token_ids"] = prompt.ids
+        for choice, whole in zip(out, wholes, strict=True):
+            choice["token_ids"] = whole.tokens
+    if (n_top := ask.prompt_logprobs) is not None:
+        scores = wholes[0].prompt_logprobs
+        more["prompt_logprobs"] = prompt_entries(card.tokenizer, scores, n_top)
     envelope = Envelope("chatcmpl", "chat.completion", card.name, generation)
-    body = envelope.answer(out)
+    body = envelope.answer(out, **more)
     return Response(body, media_type="application/json", headers=headers)

@@ -7,13 +7,14 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from cflow.engine.messages import Delta, Finish, Logprob, Progress, SamplingParams
+from cflow.engine.messages import Finish, Progress, SamplingParams
 from cflow.engine.tokenizer import Tokenizer
+from cflow.server.choices import Choices
 from cflow.server.errors import ClientGone, RequestError
 from cflow.server.generation import Generation
-from cflow.server.logprobs import Legacy, LegacyLogprobs, join, prompt_texts
-from cflow.server.parameters import sampling_params
-from cflow.server.prompts import Prompt, context_of, encode_prompts, fit
+from cflow.server.logprobs import Legacy, join
+from cflow.server.parameters import check_stream, sampling_params
+from cflow.server.prompts import Prompt, context_of, encode_infill, encode_prompts, fit
 from cflow.server.schemas import CompletionRequest
 from cflow.server.service import Service, json_schema, service_of
 from cflow.server.sse import Events, watching
@@ -31,28 +32,43 @@ def _refuse(param: str, message: str) -> RequestError:
 
 def check(ask: CompletionRequest) -> None:
     """What fields mean together."""
-    if ask.suffix is not None:
-        raise _refuse("suffix", "is not supported: the model cannot fill in the middle.")
+    check_stream(ask)
+    if ask.suffix and ask.echo:
+        raise _refuse("echo", "is not allowed with suffix: the text between is the answer.")
     if ask.max_tokens == 0 and not ask.echo:
         raise _refuse("max_tokens", "must be at least 1, or echo must be true.")
     if ask.best_of is not None and ask.best_of < ask.n:
         raise _refuse("best_of", f"is {ask.best_of}; it must be at least n, {ask.n}.")
     if ask.best_of is not None and ask.best_of > ask.n and ask.stream:
         raise _refuse("best_of", "must equal n in a stream: the best are known at the end.")
-    if ask.stream_options is not None and not ask.stream:
-        raise _refuse("stream_options", "is only allowed when stream is true.")
 
 
-def plan_sampling(service: Service, ask: CompletionRequest, prompt: Prompt) -> SamplingParams:
+async def read_prompts(
+    tokenizer: Tokenizer, ask: CompletionRequest, context: int
+) -> tuple[list[Prompt], tuple[int, ...]]:
+    """The prompts, and tokens that end their answers besides the model's own."""
+    n_choices = ask.best_of or ask.n
+    if ask.suffix:
+        return await encode_infill(
+            tokenizer, ask.prompt, ask.suffix, n_choices=n_choices, context=context
+        )
+    return await encode_prompts(tokenizer, ask.prompt, n_choices=n_choices, context=context), ()
+
+
+def plan_sampling(
+    service: Service, ask: CompletionRequest, prompt: Prompt, ends: tuple[int, ...]
+) -> SamplingParams:
     absent = ask.max_tokens is None
     asked = DEFAULT_MAX_TOKENS if ask.max_tokens is None else ask.max_tokens
     context = context_of(service.engine)
+    scored = [ask.prompt_logprobs, ask.logprobs if ask.echo else None]
     return sampling_params(
         ask,
         service.engine.card,
         max_tokens=fit(len(prompt.ids), asked, context, param="prompt", cap=absent),
         n_logprobs=ask.logprobs if ask.logprobs is not None else 0 if _ranks(ask) else None,
-        n_prompt_logprobs=ask.logprobs if ask.echo else None,
+        n_prompt_logprobs=max((n for n in scored if n is not None), default=None),
+        ends=ends,
     )
 
 
@@ -61,88 +77,20 @@ def _ranks(ask: CompletionRequest) -> bool:
 
 
 def check_echo(ask: CompletionRequest, prompts: list[Prompt], n_choices: int) -> None:
-    """Echoes are the one part of an answer that takes no time to compute, only memory."""
-    n = sum(len(prompt.ids) for prompt in prompts) * n_choices * (1 + (ask.logprobs or 0))
-    if ask.echo and n > MAX_ECHOED:
+    """What repeats the prompts is the one part of an answer that takes no time to compute, only
+    memory."""
+    per_token = {
+        "echo": 1 + (ask.logprobs or 0) if ask.echo else 0,
+        "prompt_logprobs": 0 if ask.prompt_logprobs is None else 1 + ask.prompt_logprobs,
+        "return_token_ids": int(ask.return_token_ids),
+    }
+    n = sum(len(prompt.ids) for prompt in prompts) * n_choices * sum(per_token.values())
+    if n > MAX_ECHOED:
         raise _refuse(
-            "echo",
+            max(per_token, key=per_token.__getitem__),
             f"of these prompts would return {n} tokens and log-probabilities; at most "
             f"{MAX_ECHOED} are allowed. Send fewer prompts, or lower n or logprobs.",
         )
-
-
-@dataclass(slots=True)
-class Echo:
-    """A prompt as its answers repeat it."""
-
-    text: str
-    arrays: Legacy | None
-    n_left: int  # choices that have not begun
-
-
-class Choice:
-    """One choice being written: its echo, then its text and log-probabilities, piece by piece."""
-
-    def __init__(self, tokenizer: Tokenizer, echo: Echo | None, *, with_logprobs: bool) -> None:
-        offset = len(echo.text) if echo else 0
-        self._logprobs = LegacyLogprobs(tokenizer, offset) if with_logprobs else None
-        self._echo = echo
-
-    def add(self, delta: Delta) -> tuple[str, Legacy | None]:
-        text, arrays = delta.text, None
-        if self._logprobs is not None:
-            is_last = delta.finish is not None
-            arrays = self._logprobs.generated(delta.logprobs, is_last=is_last)
-        if self._echo is not None:
-            text = self._echo.text + text
-            if arrays and self._echo.arrays:
-                arrays = join([self._echo.arrays, arrays])
-            self._echo = None
-        return text, arrays
-
-
-class Choices:
-    """The choices of a request. Choice j of prompt i has index i * n_choices + j."""
-
-    def __init__(
-        self, tokenizer: Tokenizer, ask: CompletionRequest, prompts: list[Prompt], n_choices: int
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._is_echoed = ask.echo
-        self._with_logprobs = ask.logprobs is not None
-        self._prompts = prompts
-        self._n = n_choices
-        self._choices: dict[int, Choice] = {}  # those that have begun
-        self._echoes: dict[int, Echo] = {}  # of prompts of which some have not
-
-    def first_of(self, index: int) -> int:
-        """The index of the first choice of prompt `index`."""
-        return index * self._n
-
-    def add(self, index: int, delta: Delta) -> tuple[int, str, Legacy | None]:
-        """(choice index, text, arrays) of a delta of prompt `index`; the first delta of a choice
-        also brings the prompt if it is echoed, the first of a prompt its log-probabilities."""
-        at = self.first_of(index) + delta.choice
-        if at not in self._choices:
-            echo = self._echo(index, delta.prompt_logprobs) if self._is_echoed else None
-            self._choices[at] = Choice(self._tokenizer, echo, with_logprobs=self._with_logprobs)
-        text, arrays = self._choices[at].add(delta)
-        return at, text, arrays
-
-    def _echo(self, index: int, logprobs: tuple[Logprob | None, ...] | None) -> Echo:
-        """The prompt's echo, made for the first choice and dropped with the last that begins."""
-        echo = self._echoes.get(index)
-        if echo is None:
-            prompt = self._prompts[index]
-            texts = prompt_texts(self._tokenizer, prompt.ids, prompt.n_added)
-            arrays = None
-            if self._with_logprobs:
-                arrays = LegacyLogprobs(self._tokenizer, 0).prompt(texts, logprobs or ())
-            echo = self._echoes[index] = Echo("".join(texts), arrays, self._n)
-        echo.n_left -= 1
-        if not echo.n_left:
-            del self._echoes[index]
-        return echo
 
 
 def _end(finish: Finish | None) -> dict[str, Any]:
@@ -161,11 +109,13 @@ async def stream(
                 yield chunks.chunk(nothing, prompt_progress=generation.progress(index))
             continue
         at, text, arrays = choices.add(index, event)
-        if event.finish is None and arrays is None:
+        if event.finish is None and arrays is None and not ask.return_token_ids:
             if text:
                 yield chunks.chunk(_piece(at, text))
             continue
         choice = {"index": at, "text": text, "logprobs": arrays} | _end(event.finish)
+        if ask.return_token_ids:
+            choice |= choices.ids(index, event)
         yield chunks.chunk(encode(choice), ends=event.finish is not None)
     if chunks.with_usage:
         yield chunks.usage_chunk()
@@ -182,12 +132,12 @@ class Whole:
 
     texts: list[str] = field(default_factory=list)
     arrays: list[Legacy] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
     finish: Finish | None = None
     logprob: float = 0.0
-    n_tokens: int = 0
 
     def mean_logprob(self) -> float:
-        return self.logprob / max(self.n_tokens, 1)
+        return self.logprob / max(len(self.tokens), 1)
 
 
 async def gather(generation: Generation, choices: Choices, n: int) -> list[Whole]:
@@ -199,7 +149,7 @@ async def gather(generation: Generation, choices: Choices, n: int) -> list[Whole
         if arrays is not None:
             whole.arrays.append(arrays)
         whole.logprob += sum(entry.logprob for entry in delta.logprobs)
-        whole.n_tokens += len(delta.logprobs)
+        whole.tokens += delta.tokens
         whole.finish = delta.finish or whole.finish
     return wholes
 
@@ -229,10 +179,8 @@ async def create_completion(request: Request) -> Response:
     check(ask)
     tokenizer = service.engine.card.tokenizer
     n_sampled = ask.best_of or ask.n
-    prompts = await encode_prompts(
-        tokenizer, ask.prompt, n_choices=n_sampled, context=context_of(service.engine)
-    )
-    sampling = [plan_sampling(service, ask, prompt) for prompt in prompts]
+    prompts, ends = await read_prompts(tokenizer, ask, context_of(service.engine))
+    sampling = [plan_sampling(service, ask, prompt, ends) for prompt in prompts]
     model = service.engine.card.name
     check_echo(ask, prompts, n_sampled)
     generation = service.generate(request, ask, prompts, sampling, n_sampled)
@@ -245,6 +193,10 @@ async def create_completion(request: Request) -> Response:
     if generation.is_cancelled:
         raise ClientGone
     kept = keep_best(wholes, n_sampled, ask.n)
-    out = [_as_json(i, w, with_logprobs=ask.logprobs is not None) for i, w in enumerate(kept)]
+    out = [
+        _as_json(i, whole, with_logprobs=ask.logprobs is not None)
+        | choices.details(i // ask.n, whole.tokens)
+        for i, whole in enumerate(kept)
+    ]
     body = Envelope("cmpl", "text_completion", model, generation).answer(out)
     return Response(body, media_type="application/json", headers=headers)

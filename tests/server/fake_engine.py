@@ -30,31 +30,33 @@ SPECIALS = {BOS: b"<s>", EOS: b"</s>"}
 
 
 class ByteTokenizer:
-    n_tokens = 258
     eos_ids = (EOS,)
 
-    def __init__(self, bos_id: int | None = None) -> None:
+    def __init__(self, bos_id: int | None = None, *names: str) -> None:
+        """names: of more special tokens, from 258 on."""
         self.bos_id = bos_id
+        self.specials = SPECIALS | {258 + i: name.encode() for i, name in enumerate(names)}
+        self.n_tokens = 258 + len(names)
 
     def encode(self, text: str, add_bos: bool = True) -> list[int]:
         ids: list[int] = []
         raw = text.encode()
         while raw:
-            special = next((id for id, name in SPECIALS.items() if raw.startswith(name)), None)
+            special = next((id for id, name in self.specials.items() if raw.startswith(name)), None)
             ids.append(raw[0] if special is None else special)
-            raw = raw[1 if special is None else len(SPECIALS[special]) :]
+            raw = raw[1 if special is None else len(self.specials[special]) :]
         if add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids.insert(0, self.bos_id)
         return ids
 
     def token_bytes(self, token: int) -> bytes:
-        return SPECIALS[token] if token in SPECIALS else bytes([token])
+        return self.specials.get(token) or bytes([token])
 
     def is_special(self, token: int) -> bool:
-        return token in SPECIALS
+        return token in self.specials
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        shown = [t for t in ids if not (skip_special and t in SPECIALS)]
+        shown = [t for t in ids if not (skip_special and t in self.specials)]
         return b"".join(map(self.token_bytes, shown)).decode(errors="replace")
 
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from fake_engine import BOS, READY, ByteTokenizer, Call, FakeEngine, logprob, shout
+from fake_engine import BOS, EOS, READY, ByteTokenizer, Call, FakeEngine, logprob, shout
 from live import Live, error_of, events
 from msgspec.structs import replace
 
@@ -226,7 +226,8 @@ class TestParameters:
             ("repetition_penalty", 0), ("repeat_penalty", -1), ("logprobs", 21), ("logprobs", -1),
             ("logprobs", True), ("stop", ""), ("stop", ["a", 5]), ("stop", 5), ("stop", ["x"] * 17),
             ("stop_token_ids", [258]), ("stop_token_ids", ["a"]), ("seed", 1.5), ("seed", "1"),
-            ("seed", 2**64), ("stream", "yes"), ("echo", 1), ("suffix", "x"), ("best_of", 0),
+            ("seed", 2**64), ("stream", "yes"), ("echo", 1), ("suffix", "x"), ("suffix", 5), ("prompt_logprobs", 21),
+            ("prompt_logprobs", -1), ("return_token_ids", 1), ("best_of", 0),
             ("min_tokens", 17), ("priority", 1.5), ("priority", 2**31),
             ("timeout_s", 0), ("timeout_s", -1), ("timeout_s", 1e9), ("moe_top_k", 1), ("stream_options", {"include_usage": True}),
             ("logit_bias", {"99999999": -100}), ("logit_bias", {"-1": 5}), ("model", 5),
@@ -383,6 +384,102 @@ class TestLogprobs:
         assert found["top_logprobs"] == [{"B": -0.5, "C": -9999.0, "A": -9999.0}]
 
 
+class TestPromptLogprobs:
+    """The fake gives each token -1, and as the best the tokens from it on, each one worse."""
+
+    def test_in_vllms_shape(self, live: Live) -> None:
+        body = live.complete(prompt=["abc", "z"], prompt_logprobs=2, n=2).json()
+        b = {"logprob": -1.0, "rank": 1, "decoded_token": "b"}
+        c = {"logprob": -2.0, "rank": 2, "decoded_token": "c"}
+        for choice in body["choices"][:2]:
+            assert choice["prompt_logprobs"][:2] == [None, {"98": b, "99": c}]
+            assert len(choice["prompt_logprobs"]) == 3
+            assert choice["logprobs"] is None
+        assert [choice["prompt_logprobs"] for choice in body["choices"][2:]] == [[None], [None]]
+        chat = live.chat(prompt_logprobs=0).json()
+        assert len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
+        assert all(len(entry) == 1 for entry in chat["prompt_logprobs"][1:])
+
+    def test_beside_an_echo_each_has_its_own_number(self, live: Live) -> None:
+        for echoed, asked in ((1, 4), (4, 1)):
+            found = choice(live, prompt="ab", echo=True, logprobs=echoed, prompt_logprobs=asked)
+            assert len(found["logprobs"]["top_logprobs"][1]) == echoed
+            assert len(found["prompt_logprobs"][1]) == asked
+            assert live.engine.calls[-1].sampling.n_prompt_logprobs == 4
+
+    def test_not_in_streams(self, live: Live) -> None:
+        for response in (
+            live.complete(prompt="a", stream=True, prompt_logprobs=1),
+            live.chat(stream=True, prompt_logprobs=0),
+        ):
+            assert (response.status_code, error_of(response)["param"]) == (400, "prompt_logprobs")
+
+
+class TestTokenIds:
+    def test_of_prompt_and_answer(self, live: Live) -> None:
+        body = live.complete(prompt=["ab", "é"], max_tokens=2, return_token_ids=True).json()
+        ids = [(c["prompt_token_ids"], c["token_ids"]) for c in body["choices"]]
+        assert ids == [(list(b"ab"), list(b"AB")), (list("é".encode()), list("é".encode()))]
+        assert "token_ids" not in choice(live, prompt="a")
+
+    def test_streamed(self, live: Live) -> None:
+        fields: dict[str, Any] = {"prompt": ["é", "b"], "n": 2, "return_token_ids": True}
+        whole = live.complete(**fields).json()["choices"]
+        told: list[list[Any]] = [[[], []] for _ in whole]
+        for chunk in streamed(live, **fields):
+            (part,) = chunk["choices"]
+            told[part["index"]][0] += part["token_ids"]
+            if "prompt_token_ids" in part:
+                told[part["index"]][1].append(part["prompt_token_ids"])
+        assert told == [[c["token_ids"], [c["prompt_token_ids"]]] for c in whole]
+
+    @pytest.mark.parametrize("n", [1, 2])
+    def test_in_chat(self, live: Live, n: int) -> None:
+        whole = live.chat(return_token_ids=True, n=n).json()
+        prompt = list(b"user:hi|assistant:")
+        assert whole["prompt_token_ids"] == prompt
+        tokens: list[list[int]] = [[] for _ in range(n)]
+        chunks = events(live.chat(return_token_ids=True, stream=True, n=n))
+        assert chunks[0]["prompt_token_ids"] == prompt
+        for chunk in chunks:
+            (part,) = chunk["choices"]
+            tokens[part["index"]] += part.get("token_ids", ())
+        assert tokens == [c["token_ids"] for c in whole["choices"]]
+        assert tokens[0][-1] == EOS
+
+
+class TestSuffix:
+    NAMES = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|fim_pad|>")
+
+    def test_is_for_models_with_such_tokens(self, live: Live) -> None:
+        response = live.complete(prompt="a", suffix="b")
+        assert error_of(response)["code"] == "unsupported_parameter"
+        assert live.complete(prompt="a", suffix="").status_code == 200
+
+    @pytest.mark.parametrize("bos_id", [None, BOS])
+    def test_prompt_and_suffix_go_around_the_middle(self, live: Live, bos_id: int | None) -> None:
+        live.engine.card.tokenizer.__init__(bos_id, *self.NAMES)  # type: ignore[misc]
+        begin = () if bos_id is None else (BOS,)
+        assert live.complete(prompt=["ab", ""], suffix="cd", stop_token_ids=[3]).status_code == 200
+        assert [call.prompt for call in live.engine.calls] == [
+            (*begin, 258, 97, 98, 259, 99, 100, 260), (*begin, 258, 259, 99, 100, 260)
+        ]  # fmt: skip
+        assert live.engine.calls[0].sampling.stop_token_ids == (3, 261)
+        live.complete(prompt="a", suffix="b", ignore_eos=True)
+        assert live.engine.calls[-1].sampling.stop_token_ids == ()
+
+    @pytest.mark.parametrize(
+        ("fields", "param"),
+        [({"prompt": [97]}, "prompt"), ({"prompt": []}, "prompt"), ({"prompt": 5}, "prompt"),
+         ({"prompt": ["a", [97]]}, "prompt"), ({"prompt": "a", "echo": True}, "echo"),
+         ({"prompt": "a" * 62}, "prompt"), ({"prompt": ["a"] * 257}, "prompt")],
+    )  # fmt: skip
+    def test_refusals(self, live: Live, fields: dict[str, Any], param: str) -> None:
+        live.engine.card.tokenizer.__init__(None, *self.NAMES)  # type: ignore[misc]
+        response = live.complete(suffix="b", **fields)
+        assert (response.status_code, error_of(response)["param"]) == (400, param)
+
+
 def test_best_of_returns_the_likeliest(serve: Any) -> None:
     async def script(call: Call) -> Any:
         for number, value in enumerate((-3.0, -1.0, -2.0)):
@@ -453,3 +550,6 @@ def test_echoes_are_bounded(live: Live, monkeypatch: pytest.MonkeyPatch) -> None
     assert refused.status_code == 400
     assert error_of(refused)["param"] == "echo"
     assert live.complete(**fields | {"prompt": "much longer, but not echoed"}).status_code == 200
+    del fields["logprobs"]
+    scored = live.complete(prompt_logprobs=6, **fields)
+    assert (scored.status_code, error_of(scored)["param"]) == (400, "prompt_logprobs")
