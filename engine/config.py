@@ -34,7 +34,7 @@ class EngineConfig:
     expert_reads, expert_read_rate
                   bounds that leave others their part of the disk: reads in flight, bytes a second;
                   for experts, and for layers as well.
-    max_queue     requests that may wait beyond those that run.
+    max_queue     answers that may wait beyond those that run.
     max_step_ms   how long a step may get through prefill while others decode.
     stuck_s       a step without any progress for so long is taken as hung; the worker is replaced.
     """
@@ -55,7 +55,7 @@ class EngineConfig:
     isa: str | None = None
     max_sequences: int = 64
     max_step_tokens: int = 512
-    max_queue: int = 512
+    max_queue: int = 1024
     max_step_ms: float = 250.0
     stuck_s: float = 60.0
 

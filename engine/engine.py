@@ -77,6 +77,7 @@ class Engine:
         self._n_faults = 0  # in a row
         self._last_fault = 0.0
         self._outboxes: dict[int, Outbox] = {}
+        self._n_answers = 0  # choices of all requests that have not finished
         self._n_requests = 0
         self._worker: WorkerProcess | None = None
         self._watchdog = Watchdog(tick_s=TICK_S, stuck_s=config.stuck_s)
@@ -117,8 +118,13 @@ class Engine:
 
     @property
     def queue_depth(self) -> int:
-        """Requests beyond those that can run at once."""
-        return max(0, len(self._outboxes) - self.config.max_sequences)
+        """Answers (choices of requests) beyond those that can run at once."""
+        return max(0, self._n_answers - self.config.max_sequences)
+
+    @property
+    def capacity(self) -> int:
+        """Answers that can run or wait."""
+        return self.config.max_sequences + self.config.max_queue
 
     @property
     def is_failing(self) -> bool:
@@ -143,10 +149,7 @@ class Engine:
         "worker_stuck", "draining", "queue_full" or "invalid_request"."""
         if self.state != "ready" or self._worker is None:
             raise EngineError(*REFUSALS[self.state])
-        n_waiting = len(self._outboxes) - self.config.max_sequences
-        if n_waiting >= self.config.max_queue:
-            message = f"{n_waiting} requests are waiting; at most {self.config.max_queue} may"
-            raise EngineError("queue_full", message)
+        self.check_room(n_choices)
         self._check(prompt, n_choices, sampling)
         request_id = self._n_requests
         self._n_requests += 1
@@ -154,7 +157,17 @@ class Engine:
         submit = Submit(request_id, tuple(prompt), n_choices, sampling, key, priority, deadline)
         self._worker.send(submit)
         outbox = self._outboxes[request_id] = Outbox(n_choices)
+        self._n_answers += n_choices
         return Answer(request_id, outbox, self._cancel)
+
+    def check_room(self, n_answers: int) -> None:
+        """EngineError "queue_full" if so many more may not wait."""
+        if self._n_answers + n_answers > self.capacity:
+            raise EngineError(
+                "queue_full",
+                f"{self.queue_depth} answers are waiting, and {n_answers} more are asked for; at most "
+                f"{self.config.max_queue} may wait",
+            )
 
     def _check(self, prompt: Sequence[int], n_choices: int, sampling: SamplingParams) -> None:
         """One bad id would fail the step of everybody."""
@@ -195,6 +208,7 @@ class Engine:
         elif isinstance(message, Failed):
             self._count_fault(message.code)
             if outbox := self._outboxes.pop(message.request_id, None):
+                self._n_answers -= outbox.n_open
                 outbox.fail(EngineError(message.code, message.message))
         elif isinstance(message, Loading):
             self.loading = message
@@ -216,6 +230,8 @@ class Engine:
             if outbox is None:
                 continue
             outbox.put(event)
+            if isinstance(event, Delta) and event.finish is not None:
+                self._n_answers -= 1
             if outbox.is_over:
                 self._n_faults = 0
                 del outboxes[event.request_id]
@@ -288,7 +304,7 @@ class Engine:
         self._worker = self.ready = self.loading = None
         self._totals.end_worker()
         self._n_faults = 0
-        outboxes, self._outboxes = self._outboxes, {}
+        outboxes, self._outboxes, self._n_answers = self._outboxes, {}, 0
         if self.state in ("draining", "closed"):
             code, text = REFUSALS[self.state]
         else:

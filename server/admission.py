@@ -25,7 +25,7 @@ WHY = {
 
 
 def retry_after_s(engine: Engine, metrics: Metrics) -> int:
-    """Seconds until the queue, at its rate of the last minute, has drained."""
+    """Seconds until the queue, at the rate at which answers ended in the last minute, has drained."""
     rate = metrics.finished.rate()
     if not rate:
         return UNKNOWN_RETRY_S
@@ -80,10 +80,17 @@ def submit_all(
     timeout_s: float | None,
 ) -> list[Answer]:
     """One answer a prompt, all or none."""
+    n_answers = len(prompts) * n_choices
+    if n_answers > engine.capacity:
+        message = (
+            f"n: {n_answers} answers in one request; this server has room for {engine.capacity}."
+        )
+        raise RequestError(message, param="n")
     if not engine.queue_depth:
         metrics.finished.restart()  # idle seconds say nothing about how fast a queue drains
     answers: list[Answer] = []
     try:
+        engine.check_room(n_answers)
         for prompt, how in zip(prompts, sampling, strict=True):
             answer = engine.submit(
                 prompt.ids,

@@ -52,7 +52,7 @@ def serve(
         str | None, typer.Option(help="The model's name in the API. Default: as given.")
     ] = None,
     max_queue: Annotated[
-        int | None, typer.Option(help="Requests that may wait; more get 429. Default: 512.")
+        int | None, typer.Option(help="Answers that may wait; more get 429. Default: 1024.")
     ] = None,
     max_step_ms: Annotated[
         int | None,

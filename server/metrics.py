@@ -58,7 +58,7 @@ class Metrics:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self.tokens = Meter(10)  # generated
-        self.finished = Meter(60)  # requests, however they ended
+        self.finished = Meter(60)  # answers, however they ended
         ProcessCollector(registry=self.registry)
         self._make_http()
         self._make_requests(engine.card.name, engine.card.context)

@@ -244,6 +244,23 @@ async def test_the_queue_is_bounded() -> None:
         answers.append(engine.submit(PROMPT, sampling=LONG))
 
 
+async def test_it_is_choices_that_fill_the_queue() -> None:
+    async with running("step_s=0.01", max_sequences=2, max_queue=3) as engine:
+        assert engine.capacity == 5
+        many = engine.submit(PROMPT, sampling=LONG, n_choices=4)
+        assert engine.queue_depth == 2
+        with pytest.raises(EngineError, match="2 more are asked for"):
+            engine.submit(PROMPT, sampling=LONG, n_choices=2)
+        few = engine.submit(PROMPT, sampling=SHORT)
+        assert engine.queue_depth == 3
+        many.cancel()
+        await error_of(many)
+        await read(few)
+        assert engine.queue_depth == 0
+        await read(engine.submit(PROMPT, sampling=SHORT, n_choices=5))
+        engine.check_room(5)
+
+
 async def test_nothing_is_taken_while_the_model_loads() -> None:
     async with running("load_s=0.3", wait=False) as engine:
         assert engine.state == "loading"

@@ -219,9 +219,13 @@ class FakeEngine:
         self.restarts = 0
         self.is_failing = False
         self.queue_depth = 0
+        self.capacity = 1024
         self.calls: list[Call] = []
         self.answers: list[FakeAnswer] = []
         self.drained = asyncio.Event()
+
+    def check_room(self, n_answers: int) -> None:
+        pass
 
     def submit(
         self,

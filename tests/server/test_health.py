@@ -85,8 +85,20 @@ def test_retry_after_follows_the_rate_since_the_queue_began(serve: Any) -> None:
     for _ in range(4):
         live.complete(prompt="a", max_tokens=1)
     live.engine.refuse = EngineError("queue_full", "full")
-    # 5 requests in 10 seconds
+    # 5 answers in 10 seconds
     assert int(live.complete(prompt="a").headers["retry-after"]) == 40
+    live.engine.refuse = None
+    live.complete(prompt=["a", "b"], n=10, max_tokens=1)
+    live.engine.refuse = EngineError("queue_full", "full")
+    # 25 of them: it is answers that wait, and answers that end
+    assert int(live.complete(prompt="a").headers["retry-after"]) == 8
+
+
+def test_more_answers_than_ever_fit_are_not_worth_a_retry(live: Live) -> None:
+    live.engine.capacity = 5
+    response = live.complete(prompt=["a", "b", "c"], n=2)
+    assert (response.status_code, error_of(response)["param"]) == (400, "n")
+    assert live.complete(prompt=["a"], n=5).status_code == 200
 
 
 def test_a_worker_that_dies_between_check_and_submit(live: Live) -> None:
