@@ -13,11 +13,12 @@ from cflow.engine.messages import Delta, Progress
 class Outbox:
     """What has come for a request and was not read yet; at most its max_tokens for each choice."""
 
-    __slots__ = ("_events", "_waiter", "error", "n_open")
+    __slots__ = ("_events", "_waiter", "error", "n_ahead", "n_open")
 
     def __init__(self, n_choices: int) -> None:
         self.n_open = n_choices  # choices without a Finish
         self.error: EngineError | None = None
+        self.n_ahead: int | None = None  # in the queue
         self._events: deque[Delta | Progress] = deque()
         self._waiter: asyncio.Future[None] | None = None
 
@@ -65,6 +66,11 @@ class Answer:
         self.request_id = request_id
         self._outbox = outbox
         self._cancel = cancel
+
+    @property
+    def n_ahead(self) -> int | None:
+        """Requests that go first, while this one waits and as far as is known."""
+        return self._outbox.n_ahead
 
     def __aiter__(self) -> Answer:
         return self

@@ -22,6 +22,7 @@ from cflow.engine.messages import (
     Failed,
     Heartbeat,
     Hello,
+    Line,
     Loading,
     Progress,
     Ready,
@@ -142,11 +143,13 @@ class Engine:
         sampling: SamplingParams,
         key: str = "",
         priority: int = 0,
+        place: int = 0,
         timeout_s: float | None = None,
     ) -> Answer:
-        """key: whose request, for fairness; priority: smaller goes first; timeout_s: after so long
-        what is not finished ends with TIMED_OUT. EngineError: "loading", "worker_died",
-        "worker_stuck", "draining", "queue_full" or "invalid_request"."""
+        """key: whose request, for fairness; priority: smaller goes first; place: how many answers of
+        the same request were submitted before, each lets others by; timeout_s: after so long what is
+        not finished ends with TIMED_OUT. EngineError: "loading", "worker_died", "worker_stuck",
+        "draining", "queue_full" or "invalid_request"."""
         if self.state != "ready" or self._worker is None:
             raise EngineError(*REFUSALS[self.state])
         self.check_room(n_choices)
@@ -154,8 +157,9 @@ class Engine:
         request_id = self._n_requests
         self._n_requests += 1
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        submit = Submit(request_id, tuple(prompt), n_choices, sampling, key, priority, deadline)
-        self._worker.send(submit)
+        self._worker.send(
+            Submit(request_id, tuple(prompt), n_choices, sampling, key, priority, place, deadline)
+        )
         outbox = self._outboxes[request_id] = Outbox(n_choices)
         self._n_answers += n_choices
         return Answer(request_id, outbox, self._cancel)
@@ -203,6 +207,8 @@ class Engine:
             self._deliver(message)
         elif isinstance(message, Heartbeat):
             self._watchdog.beat(message)
+        elif isinstance(message, Line):
+            self._place(message)
         elif isinstance(message, Stats):
             self._totals.update(message)
         elif isinstance(message, Failed):
@@ -235,6 +241,11 @@ class Engine:
             if outbox.is_over:
                 self._n_faults = 0
                 del outboxes[event.request_id]
+
+    def _place(self, line: Line) -> None:
+        for n_ahead, request_id in enumerate(line.request_ids):
+            if outbox := self._outboxes.get(request_id):
+                outbox.n_ahead = n_ahead
 
     def _become_ready(self, ready: Ready) -> None:
         self.ready, self.loading, self.failure = ready, None, None

@@ -1,7 +1,7 @@
 """What crosses the socket pair between the front end and the worker: length-prefixed msgpack.
 
 A frame is a little-endian u32 length and that many bytes, one message. Down: Hello, Submit, Cancel,
-Drain. Up: Loading, Ready, Step, Failed, Stats, Heartbeat, Fatal. Every choice of a request ends with
+Drain. Up: Loading, Ready, Step, Failed, Line, Stats, Heartbeat, Fatal. Every choice of a request ends with
 exactly one Finish in a Step or the request ends with one Failed.
 """
 
@@ -57,6 +57,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     sampling: SamplingParams
     key: str = ""  # whose request: fairness between keys
     priority: int = 0  # smaller goes first
+    place: int = 0  # of its first choice among the answers of one HTTP request
     deadline: float | None = None  # of time.monotonic(); what is not finished then ends so
 
 
@@ -139,6 +140,13 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     request_id: int
     code: str
     message: str
+
+
+class Line(msgspec.Struct, frozen=True, tag="line"):
+    """Requests of which something waits to run, the next first. When that changes, at most once a
+    second."""
+
+    request_ids: tuple[int, ...]
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -236,7 +244,7 @@ class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
 
 
 Down = Hello | Submit | Cancel | Drain
-Up = Ready | Loading | Step | Failed | Stats | Heartbeat | Fatal
+Up = Ready | Loading | Step | Failed | Line | Stats | Heartbeat | Fatal
 
 _LENGTH = struct.Struct("<I")
 _encoder = msgspec.msgpack.Encoder()

@@ -1,4 +1,4 @@
-"""Which rows the next step computes: decodes first, then prompts in chunks, then who waits.
+"""Which rows the next step computes: decodes first, then prompts in chunks, new ones among them.
 
 Pure bookkeeping, no model. The worker calls schedule(), runs the batch, and reports with advance();
 a step that was cancelled is simply scheduled again. Blocks of a whole prompt are taken when it is
@@ -10,6 +10,7 @@ choice, index) alone, so nobody sees that in an answer.
 from __future__ import annotations
 
 from bisect import insort
+from collections import Counter
 from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
@@ -20,7 +21,7 @@ from cflow.engine.messages import Logprob
 from cflow.engine.native_types import Score, StepResult
 from cflow.engine.pace import Pace
 from cflow.engine.sequence import Request, Sequence
-from cflow.engine.waiting import WaitingLine
+from cflow.engine.waiting import WaitingLine, turn
 
 Phase = Literal["queue", "prefill", "decode"]
 
@@ -56,6 +57,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """A new request; only its first choice waits, the others fork from it."""
         self._requests[request.id] = request
+        self._waiting.open(request.submit.key)
         self._waiting.add(request.sequences[0])
 
     def find(self, request_id: int) -> Request | None:
@@ -72,6 +74,10 @@ class Scheduler:
     @property
     def n_waiting(self) -> int:
         return len(self._waiting)
+
+    def line(self) -> list[int]:
+        """Ids of requests of which something waits, the next first."""
+        return self._waiting.order()
 
     def remove(self, request: Request) -> Phase:
         """Ends a request, wherever it is: where it was."""
@@ -90,6 +96,7 @@ class Scheduler:
         request.sequences.remove(sequence)
         if not request.sequences:
             del self._requests[request.id]
+            self._waiting.close(request.submit.key)
 
     @staticmethod
     def _phase(request: Request) -> Phase:
@@ -104,13 +111,30 @@ class Scheduler:
         """The next step; no rows if there is nothing to do."""
         batch = Batch(rebound=self._forked)
         self._forked = []
+        self._make_way()
         n_preempted = self.counters.preemptions
         self._add_decodes(batch)
-        limit = batch.n_rows + self._pace.n_prefill_rows(batch.n_rows)
-        self._add_prefills(batch, limit)
+        room = self._pace.n_prefill_rows(batch.n_rows)
         if self.counters.preemptions == n_preempted:
-            self._admit(batch, limit)
+            self._admit(batch, room)
+        self._add_prefills(batch, room)
         return batch
+
+    def _make_way(self) -> None:
+        """Where all slots are taken, the first in line gets that of a less urgent one, of one with a
+        later turn, or of another key that holds more; one a step. Who is set back finds its blocks in
+        the prefix cache, unless somebody needed them."""
+        first = None if self._slots else self._waiting.first()
+        if first is None:
+            return
+        held = Counter(sequence.request.submit.key for sequence in self._running)
+        victim = max(self._running, key=lambda s: _claim(s, held))
+        own, other = first.request.submit, victim.request.submit
+        is_between_keys = own.priority == other.priority and own.key != other.key
+        if is_between_keys and held[own.key] + 1 >= held[other.key]:
+            return  # it would have to give the slot back
+        if self._waiting.rank(first) < self._waiting.rank(victim):
+            self._preempt(victim)
 
     def _add_decodes(self, batch: Batch) -> None:
         for sequence in self._running.copy():
@@ -118,20 +142,25 @@ class Scheduler:
                 batch.add(sequence, 1)
         batch.n_decodes = batch.n_rows
 
-    def _add_prefills(self, batch: Batch, limit: int) -> None:
-        for sequence in self._running:
-            if sequence.n_pending > 1 and batch.n_rows < limit:
-                batch.add(sequence, min(sequence.n_pending, limit - batch.n_rows))
-
-    def _admit(self, batch: Batch, limit: int) -> None:
-        while self._slots and batch.n_rows < limit:
+    def _admit(self, batch: Batch, room: int) -> None:
+        """Lets prompts begin while rows are left for them, or while halves of the room are rows."""
+        wanted = [sequence.n_pending for sequence in self._running if sequence.n_pending > 1]
+        while self._slots and (sum(wanted) < room or len(wanted) < room.bit_length()):
             sequence = self._waiting.first()
             if sequence is None or not self._place(sequence, batch):
                 return
-            self._waiting.pop()
+            self._waiting.remove(sequence)
             self._start_running(sequence)
             batch.admitted.append(sequence)
-            batch.add(sequence, min(sequence.n_pending, limit - batch.n_rows))
+            wanted.append(sequence.n_pending)
+
+    def _add_prefills(self, batch: Batch, room: int) -> None:
+        prompts = [s for s in self._running if s.n_pending > 1 or s in batch.admitted]
+        prompts.sort(key=self._waiting.rank)
+        shares = share_rows([sequence.n_pending for sequence in prompts], room)
+        for sequence, n in zip(prompts, shares, strict=True):
+            if n:
+                batch.add(sequence, n)
 
     def _place(self, sequence: Sequence, batch: Batch) -> bool:
         """Gives a waiting sequence the blocks of its tokens, cached ones where they are known. One
@@ -162,6 +191,7 @@ class Scheduler:
             return
         request.is_counted = True
         request.n_cached = sequence.n_computed
+        self._waiting.charge(request.submit.key, sequence.n_pending)
         self.counters.prefix_queries += sequence.n_prompt
         self.counters.prefix_hits += request.n_cached
 
@@ -204,7 +234,7 @@ class Scheduler:
         if sequence.is_scoring:
             sequence.request.prompt_scores.clear()
         self._stop_running(sequence)
-        self._waiting.add_returned(sequence)
+        self._waiting.add(sequence)
         self.counters.preemptions += 1
 
     # ---- what a step brought ----
@@ -242,6 +272,7 @@ class Scheduler:
             advance.done += request.sequences
             return
         advance.picks.append((chunk.row + chunk.n - 1, sequence))
+        self._waiting.charge(request.submit.key, 1)
         if is_first_time:
             for other in request.sequences[1:]:
                 self._fork(sequence, other, chunk.row + chunk.n - 1, advance)
@@ -261,7 +292,7 @@ class Scheduler:
         n_full, n_rest = divmod(first.n_computed, BLOCK)
         copy = self.pool.allocate() if n_rest and self._slots else None
         if not self._slots or (n_rest and copy is None):
-            self._waiting.add_returned(other)
+            self._waiting.add(other)
             return
         for block in first.blocks[:n_full]:
             self.pool.share(block)
@@ -276,10 +307,29 @@ class Scheduler:
         advance.picks.append((row, other))
 
 
-def _rank(sequence: Sequence) -> tuple[int, int, int]:
-    """Smaller goes first: lower priority number, then age."""
-    request = sequence.request
-    return request.submit.priority, request.order, sequence.choice
+def share_rows(wanted: list[int], room: int) -> list[int]:
+    """Each takes half of the rows that are left, the last all of them, so that a long prompt does
+    not keep those behind it from beginning. What nobody wants goes to the first."""
+    shares, left = [], room
+    for i, n in enumerate(wanted):
+        shares.append(min(n, left if i == len(wanted) - 1 else (left + 1) // 2))
+        left -= shares[i]
+    for i, n in enumerate(wanted):
+        more = min(n - shares[i], left)
+        shares[i] += more
+        left -= more
+    return shares
+
+
+def _rank(sequence: Sequence) -> tuple[int, ...]:
+    """Of those that run, the last gives up its memory first."""
+    return (sequence.request.submit.priority, *turn(sequence))
+
+
+def _claim(sequence: Sequence, held: Counter[str]) -> tuple[int, ...]:
+    """The greatest has the weakest claim to its slot. held: slots by key."""
+    submit = sequence.request.submit
+    return (submit.priority, held[submit.key], *turn(sequence))
 
 
 def _first_failure(status: list[int], chunk: Chunk) -> int | None:

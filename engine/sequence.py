@@ -14,6 +14,7 @@ from cflow.engine.native_types import Pick, RowUsage
 from cflow.engine.transcript import Transcript
 
 BAN = -np.inf
+PASSING = 32  # later requests that each further answer of a request lets by
 
 
 class Request:
@@ -46,7 +47,8 @@ class Request:
 class Sequence:
     """One choice: its tokens, how many of them are in KV blocks, and how it samples.
 
-    blocks[i] holds positions 32 i .. 32 i + 31. slot: its number in the native context, -1 while it
+    turn: where it stands among others of its key, see waiting.py. blocks[i] holds positions 32 i ..
+    32 i + 31. slot: its number in the native context, -1 while it
     waits. transcript is the worker's, to make text; the scheduler does not look at it.
     """
 
@@ -64,6 +66,7 @@ class Sequence:
         "slot",
         "tokens",
         "transcript",
+        "turn",
     )
 
     def __init__(
@@ -71,6 +74,7 @@ class Sequence:
     ) -> None:
         self.request = request
         self.choice = choice
+        self.turn = request.order + PASSING * (request.submit.place + choice)
         self.tokens = array("i", request.submit.prompt)
         self.n_prompt = len(self.tokens)
         self.n_computed = 0

@@ -1,74 +1,85 @@
-"""The line of sequences that wait to run."""
+"""The line of sequences that wait to run, shared fairly between keys.
+
+Fair queueing: the key that was served the fewest tokens comes first. A key that was away begins where
+the least served of the others is, so nobody saves up for later. Within a key it goes by turn: by
+arrival, but each further answer of one HTTP request lets PASSING later ones by, so that a batch of
+hundreds does not hold up a single question, nor single questions for ever a batch.
+"""
 
 from __future__ import annotations
 
 from bisect import insort
-from collections import OrderedDict, deque
-from dataclasses import dataclass, field
+from collections import Counter
 
 from cflow.engine.sequence import Sequence
 
+Rank = tuple[int, int, int, int, int]
 
-@dataclass(slots=True)
-class _Level:
-    """The waiting of one priority."""
 
-    returned: list[Sequence] = field(default_factory=list)  # ran before; oldest first
-    turns: OrderedDict[str, deque[Sequence]] = field(default_factory=OrderedDict)  # by key
+def turn(sequence: Sequence) -> tuple[int, int, int]:
+    return sequence.turn, sequence.request.order, sequence.choice
 
 
 class WaitingLine:
-    """Lowest priority number first; within it those that ran before, by age, then one of each key
-    in turn, so that many requests of one key do not hold up another's."""
+    """Smaller priority numbers first, then fair between keys, then by turn."""
 
     def __init__(self) -> None:
-        self._levels: dict[int, _Level] = {}
+        self._queues: dict[tuple[int, str], list[Sequence]] = {}  # by priority and key; by turn
         self._n = 0
+        self._served: dict[str, int] = {}  # tokens by key
+        self._n_requests: Counter[str] = Counter()  # by key, waiting or running
 
     def __len__(self) -> int:
         return self._n
 
+    # ---- what keys were served ----
+
+    def open(self, key: str) -> None:
+        """A request of this key has come."""
+        if not self._n_requests[key]:
+            others = [self._served[other] for other, n in self._n_requests.items() if n]
+            self._served[key] = max(self._served.get(key, 0), min(others, default=0))
+        self._n_requests[key] += 1
+
+    def close(self, key: str) -> None:
+        """One of its requests is over."""
+        self._n_requests[key] -= 1
+
+    def charge(self, key: str, n_tokens: int) -> None:
+        self._served[key] += n_tokens
+
+    # ---- the line ----
+
     def add(self, sequence: Sequence) -> None:
         submit = sequence.request.submit
-        level = self._levels.setdefault(submit.priority, _Level())
-        level.turns.setdefault(submit.key, deque()).append(sequence)
+        insort(self._queues.setdefault((submit.priority, submit.key), []), sequence, key=turn)
         sequence.is_waiting = True
         self._n += 1
-
-    def add_returned(self, sequence: Sequence) -> None:
-        level = self._levels.setdefault(sequence.request.submit.priority, _Level())
-        insort(level.returned, sequence, key=lambda s: (s.request.order, s.choice))
-        sequence.is_waiting = True
-        self._n += 1
-
-    def first(self) -> Sequence | None:
-        if not self._n:
-            return None
-        level = self._levels[min(self._levels)]
-        return level.returned[0] if level.returned else next(iter(level.turns.values()))[0]
-
-    def pop(self) -> Sequence:
-        """Takes the first out; its key goes to the end of the turns."""
-        sequence = self.first()
-        assert sequence is not None
-        level = self._levels[sequence.request.submit.priority]
-        if not level.returned:
-            level.turns.move_to_end(sequence.request.submit.key)
-        self.remove(sequence)
-        return sequence
 
     def remove(self, sequence: Sequence) -> None:
-        """Takes out one that is in the line."""
         submit = sequence.request.submit
-        level = self._levels[submit.priority]
-        if sequence in level.returned:
-            level.returned.remove(sequence)
-        else:
-            queue = level.turns[submit.key]
-            queue.remove(sequence)
-            if not queue:
-                del level.turns[submit.key]
-        if not level.returned and not level.turns:
-            del self._levels[submit.priority]
+        queue = self._queues[submit.priority, submit.key]
+        queue.remove(sequence)
+        if not queue:
+            del self._queues[submit.priority, submit.key]
         sequence.is_waiting = False
         self._n -= 1
+
+    def rank(self, sequence: Sequence) -> Rank:
+        """Its place in the line now, also of one that runs."""
+        submit = sequence.request.submit
+        return (submit.priority, self._served[submit.key], *turn(sequence))
+
+    def first(self) -> Sequence | None:
+        heads = (queue[0] for queue in self._queues.values())
+        return min(heads, key=self.rank, default=None)
+
+    def order(self) -> list[int]:
+        """Request ids, as it will go if nobody comes or leaves and answers are short."""
+        places = []
+        for (priority, key), queue in self._queues.items():
+            served = self._served[key]
+            for sequence in queue:
+                places.append((priority, served, turn(sequence), sequence.request.id))
+                served += len(sequence.tokens)
+        return list(dict.fromkeys(id for *_, id in sorted(places)))

@@ -92,6 +92,8 @@ class Worker:
             self._step()
             if stats := self._stats.due(self._scheduler.n_running):
                 self._link.send(stats)
+            if line := self._stats.line_due():
+                self._link.send(line)
             if self._loaded.experts:
                 self._loaded.experts.save()
         if self._loaded.experts:

@@ -6,15 +6,17 @@ import time
 from collections import Counter
 
 from cflow.engine.experts import Experts
-from cflow.engine.messages import Stats
+from cflow.engine.messages import Line, Stats
 from cflow.engine.runner import Context
 from cflow.engine.scheduler import Scheduler
 
 STATS_S = 0.1
+LINE_S = 1.0
 
 
 class StatsKeeper:
-    """Totals and gauges for the front end, at most ten times a second, and once more when idle."""
+    """Totals and gauges for the front end, at most ten times a second, and once more when idle; who
+    waits, at most once a second."""
 
     def __init__(self, scheduler: Scheduler, context: Context, experts: Experts | None) -> None:
         self._scheduler = scheduler
@@ -26,6 +28,8 @@ class StatsKeeper:
         self._n_tokens = 0
         self._sent_at = 0.0
         self._last: Stats | None = None
+        self._line_at = 0.0
+        self._line = Line(())
 
     def count_step(self, seconds: float, n_tokens: int) -> None:
         self._n_steps += 1
@@ -41,6 +45,17 @@ class StatsKeeper:
             return None
         self._sent_at, self._last = now, stats
         return stats
+
+    def line_due(self) -> Line | None:
+        now = time.monotonic()
+        if now < self._line_at + LINE_S:
+            return None
+        self._line_at = now
+        line = Line(tuple(self._scheduler.line()))
+        if line == self._line:
+            return None
+        self._line = line
+        return line
 
     def _gather(self) -> Stats:
         counters, pool = self._scheduler.counters, self._scheduler.pool

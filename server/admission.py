@@ -98,6 +98,7 @@ def submit_all(
                 sampling=how,
                 key=key,
                 priority=priority,
+                place=len(answers) * n_choices,
                 timeout_s=timeout_s,
             )
             answers.append(answer)

@@ -53,7 +53,8 @@ class Generation:
     def state(self) -> str:
         """What the client waits for, nothing if not for the queue or the prompts."""
         if not any(record.started for record in self._records):
-            return "in the queue"
+            ahead = [n for answer in self._answers if (n := answer.n_ahead) is not None]
+            return f"in the queue, {min(ahead)} ahead" if ahead else "in the queue"
         n_done = sum(record.n_done for record in self._records)
         return f"{n_done} of {self.n_prompt} prompt tokens" if n_done < self.n_prompt else ""
 

@@ -164,7 +164,7 @@ class EngineCollector(Collector):
             ("vllm:generation_tokens", stats.generation_tokens, "Tokens generated."),
             ("vllm:prefix_cache_queries", stats.prefix_queries, "Prompt tokens looked up."),
             ("vllm:prefix_cache_hits", stats.prefix_hits, "Prompt tokens found."),
-            ("vllm:num_preemptions", stats.preemptions, "Sequences set back for want of memory."),
+            ("vllm:num_preemptions", stats.preemptions, "Sequences set back."),
             ("cflow_read_bytes", stats.read_bytes, "Weight bytes streamed."),
             ("cflow_steps", stats.steps, "Forward steps."),
             ("cflow_step_seconds", stats.step_s, "Time spent in steps."),

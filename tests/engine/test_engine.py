@@ -244,6 +244,16 @@ async def test_the_queue_is_bounded() -> None:
         answers.append(engine.submit(PROMPT, sampling=LONG))
 
 
+async def test_who_waits_is_told_how_many_go_first() -> None:
+    async with running("step_s=0.01", max_sequences=1) as engine:
+        runs, *waiting = [engine.submit(PROMPT, sampling=LONG) for _ in range(3)]
+        urgent = engine.submit(PROMPT, sampling=SHORT, priority=1)
+        await until(lambda: urgent.n_ahead == 2)
+        assert [answer.n_ahead for answer in (runs, *waiting)] == [None, 0, 1]
+        waiting[0].cancel()
+        await until(lambda: urgent.n_ahead == 1)
+
+
 async def test_it_is_choices_that_fill_the_queue() -> None:
     async with running("step_s=0.01", max_sequences=2, max_queue=3) as engine:
         assert engine.capacity == 5

@@ -1,6 +1,7 @@
 """Scheduling on a toy model whose answers show every mistake in its KV memory."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +11,7 @@ from cflow.engine.batch import Batch
 from cflow.engine.messages import ExpertUsage, SamplingParams, Submit
 from cflow.engine.pace import Pace
 from cflow.engine.runner import Runner
-from cflow.engine.scheduler import Scheduler
+from cflow.engine.scheduler import Scheduler, share_rows
 from cflow.engine.sequence import Request, Sequence
 from cflow.engine.transcript import Transcript
 from oracles.toy_model import (
@@ -63,8 +64,9 @@ class Machine:
         n_choices: int = 1,
         key: str = "",
         priority: int = 0,
+        place: int = 0,
     ) -> int:
-        submit = Submit(self._n, tuple(prompt), n_choices, sampling, key, priority)
+        submit = Submit(self._n, tuple(prompt), n_choices, sampling, key, priority, place)
         request = Request(submit, self._n)
         for choice in range(n_choices):
             transcript = Transcript(sampling, TOKEN_BYTES, (EOS,), sampling.max_tokens)
@@ -189,6 +191,143 @@ def test_a_smaller_priority_number_goes_first() -> None:
     for priority in (5, 0, -3, 0):
         machine.submit(prompt(3), priority=priority)
     assert order_of_admission(machine) == [2, 1, 3, 0]
+
+
+LONG = SamplingParams(max_tokens=150, ignore_eos=True)
+
+
+def steps_until(machine: Machine, condition: Callable[[], bool]) -> int:
+    for n in range(500):
+        if condition():
+            return n
+        machine.step()
+    raise AssertionError("never")
+
+
+def is_running(machine: Machine, id: int) -> bool:
+    return machine.requests[id].sequences[0].slot >= 0
+
+
+def test_keys_are_served_the_same_number_of_tokens() -> None:
+    """One key has long prompts and the other short ones, both without end."""
+    machine = Machine(max_sequences=2, n_blocks=200, max_rows=16)
+    one = SamplingParams(max_tokens=1)
+    lengths, n_tokens = {"a": 120, "b": 8}, {"a": 0, "b": 0}
+    for i in range(200):
+        for key, n in lengths.items():
+            for _ in range(120 // n):
+                machine.submit([10 + i % 50, 10 + i // 50, *prompt(n - 2)], one, key=key)
+    for _ in range(1000):
+        machine.step()
+    for id, _ in machine.finished:
+        submit = machine.requests[id].submit
+        n_tokens[submit.key] += len(submit.prompt) + 1
+    assert n_tokens["a"] > 2000
+    assert abs(n_tokens["a"] - n_tokens["b"]) <= 2 * 120
+
+
+def test_a_key_that_was_away_has_saved_up_nothing() -> None:
+    machine = Machine(max_sequences=1, n_blocks=200)
+    for i in range(10):
+        machine.submit(prompt(100, first=10 + i), SamplingParams(max_tokens=1), key="a")
+    assert order_of_admission(machine) == list(range(10))
+    for key in "aabbbb":  # had it, all of b would go before the second of a
+        machine.submit(prompt(30, first=40), SamplingParams(max_tokens=1), key=key)
+    assert order_of_admission(machine)[:3] in ([10, 12, 11], [12, 10, 13])
+
+
+def test_another_key_gets_its_part_of_the_slots_at_once() -> None:
+    machine = Machine(max_sequences=4, n_blocks=200, max_context=256)
+    for i in range(12):
+        machine.submit(prompt(10, first=10 + i), LONG, key="batch")
+    steps_until(machine, lambda: machine.scheduler.n_running == 4)
+    ids = [machine.submit(prompt(10, first=50 + i), LONG, key="other") for i in range(3)]
+    assert steps_until(machine, lambda: is_running(machine, ids[0])) <= 3
+    assert steps_until(machine, lambda: is_running(machine, ids[1])) <= 30
+    for _ in range(20):
+        machine.step()
+    assert machine.scheduler.counters.preemptions == 2  # and not to and fro
+    assert not is_running(machine, ids[2])
+    machine.run()
+    for id, request in machine.requests.items():
+        assert machine.answers[id, 0] == _no_eos(request)
+
+
+@pytest.mark.parametrize(("priority", "preempted"), [(-1, 1), (0, 0), (1, 0)])
+def test_an_urgent_request_takes_the_slot_of_another(priority: int, preempted: int) -> None:
+    machine = Machine(max_sequences=2)
+    for i in range(3):
+        machine.submit(prompt(10, first=10 + i), LONG)
+    machine.step()
+    id = machine.submit(prompt(10, first=60), LONG, priority=priority)
+    for _ in range(5):
+        machine.step()
+    assert machine.scheduler.counters.preemptions == preempted
+    assert is_running(machine, id) == bool(preempted)
+
+
+def test_a_question_passes_the_batch_of_its_own_key() -> None:
+    machine = Machine(max_sequences=4, n_blocks=200)
+    for place in range(40):
+        machine.submit(prompt(10, first=10 + place), LONG, place=place)
+    steps_until(machine, lambda: machine.scheduler.n_running == 4)
+    id = machine.submit(prompt(10, first=60), LONG)
+    assert steps_until(machine, lambda: is_running(machine, id)) <= 3
+    assert is_running(machine, 0)
+    assert not is_running(machine, 3)
+
+
+def test_questions_without_end_do_not_starve_a_batch() -> None:
+    machine = Machine(max_sequences=1, n_blocks=200)
+    batch = [machine.submit(prompt(4), GREEDY, place=place) for place in range(4)]
+    for _ in range(3000):
+        if not machine.scheduler.find(batch[-1]):
+            break
+        if machine.scheduler.n_waiting < 6:
+            machine.submit(prompt(4), GREEDY)
+        machine.step()
+    assert 32 * 3 < len(machine.finished) < 35 * 4
+
+
+def test_the_line_is_told_in_the_order_it_goes() -> None:
+    machine = Machine(max_sequences=1, n_blocks=200)
+    asked = (("a", 100), ("a", 100), ("a", 5), ("b", 50), ("b", 50), ("b", 50))
+    for i, (key, n) in enumerate(asked):
+        machine.submit(prompt(n, first=10 + i), SamplingParams(max_tokens=1), key=key)
+    told = machine.scheduler.line()
+    assert told == [0, 3, 4, 1, 5, 2]
+    assert order_of_admission(machine) == told
+    assert machine.scheduler.line() == []
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
+    machine = Machine(max_rows=32, n_blocks=200, max_context=4096)
+    for i in range(3):
+        machine.submit(prompt(1000, first=10 + i), GREEDY)
+    machine.step()
+    id = machine.submit(prompt(8, first=60), GREEDY)
+    assert steps_until(machine, lambda: bool(machine.answers[id, 0])) <= 5
+    n_steps = steps_until(machine, lambda: not machine.scheduler.requests)
+    assert n_steps < 3000 / 32 + 20  # and all rows were used
+    check_answers(machine)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "room", "shares"),
+    [
+        ([], 8, []),
+        ([100], 8, [8]),
+        ([100, 100], 8, [4, 4]),
+        ([100, 100, 100], 8, [4, 2, 2]),
+        ([100, 3], 8, [5, 3]),
+        ([2, 1], 8, [2, 1]),
+        ([100, 100], 1, [1, 0]),
+        ([100, 100], 0, [0, 0]),
+        ([1, 100, 2], 16, [1, 13, 2]),
+    ],
+)
+def test_rows_are_shared_between_prompts(wanted: list[int], room: int, shares: list[int]) -> None:
+    assert share_rows(wanted, room) == shares
 
 
 def test_no_more_run_than_there_are_slots() -> None:
@@ -474,6 +613,8 @@ events = st.lists(
             st.integers(0, 60),  # max_tokens
             st.integers(1, 3),  # choices
             st.integers(0, 1),  # priority
+            st.sampled_from("ab"),  # key
+            st.sampled_from([0, 5]),  # place
         ),
         st.tuples(st.just("cancel"), st.integers(0, 20)),
         st.tuples(st.just("step"), st.integers(1, 10)),
@@ -485,16 +626,18 @@ events = st.lists(
 @settings(deadline=None, max_examples=150)
 @given(events=events, n_blocks=st.integers(6, 20), max_rows=st.sampled_from([4, 17, 64]))
 def test_any_history_of_requests_gives_right_answers_and_leaves_nothing(
-    events: list[tuple[str, *tuple[int, ...]]], n_blocks: int, max_rows: int
+    events: list[tuple[str, *tuple[Any, ...]]], n_blocks: int, max_rows: int
 ) -> None:
     machine = Machine(n_blocks=n_blocks, max_sequences=4, max_context=181, max_rows=max_rows)
     for name, *numbers in events:
         if name == "submit":
-            n, which, max_tokens, n_choices, priority = numbers
+            n, which, max_tokens, n_choices, priority, key, place = numbers
             scores = 0 if which == 3 or not max_tokens else None
             sampling = SamplingParams(max_tokens=max_tokens, seed=which, n_prompt_logprobs=scores)
             tokens = prompt(n, first=10 + which)
-            machine.submit(tokens, sampling, n_choices=n_choices, priority=priority)
+            machine.submit(
+                tokens, sampling, n_choices=n_choices, priority=priority, key=key, place=place
+            )
         elif name == "cancel":
             if machine.scheduler.find(numbers[0]):
                 machine.cancel(numbers[0])

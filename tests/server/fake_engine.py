@@ -84,6 +84,7 @@ class Call:
     sampling: SamplingParams
     key: str
     priority: int
+    place: int
     timeout_s: float | None
 
 
@@ -153,6 +154,7 @@ class FakeAnswer:
         self._script = script
         self._cancelled = asyncio.Event()
         self.request_id = 0
+        self.n_ahead: int | None = None
         self.is_over = False
 
     @property
@@ -235,11 +237,12 @@ class FakeEngine:
         sampling: SamplingParams,
         key: str = "",
         priority: int = 0,
+        place: int = 0,
         timeout_s: float | None = None,
     ) -> FakeAnswer:
         if self.refuse is not None:
             raise self.refuse
-        call = Call(tuple(prompt), n_choices, sampling, key, priority, timeout_s)
+        call = Call(tuple(prompt), n_choices, sampling, key, priority, place, timeout_s)
         self.calls.append(call)
         self.answers.append(FakeAnswer(self.script(call)))
         return self.answers[-1]

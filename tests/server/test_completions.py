@@ -270,6 +270,10 @@ class TestParameters:
         live.chat(priority=3)
         assert [call.priority for call in live.engine.calls] == [-7, -7, 3]
 
+    def test_a_batch_says_which_of_its_answers_come_later(self, live: Live) -> None:
+        live.complete(prompt=["a", "b", "c"], n=2)
+        assert [call.place for call in live.engine.calls] == [0, 2, 4]
+
     def test_experts_per_token(self, serve: Any) -> None:
         live: Live = serve(FakeEngine(top_k=4))
         live.complete(prompt="a", moe_top_k=3)

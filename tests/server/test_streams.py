@@ -185,6 +185,17 @@ class TestFraming:
         assert answer.startswith(b"HTTP/1.1 200")
         assert b"data:" not in answer
 
+    def test_pings_tell_the_place_in_the_queue(self, serve: Any) -> None:
+        live: Live = serve(FakeEngine(queued), ping=0.05)
+        sock = live.raw(post("/v1/completions", {"prompt": ["a", "b"], "stream": True}))
+        assert wait_for(lambda: len(live.engine.answers) == 2)
+        for n_ahead, answer in zip((7, 3), live.engine.answers, strict=True):
+            answer.n_ahead = n_ahead
+        answer = b""
+        while b": ping, in the queue, 3 ahead\n\n" not in answer:
+            answer += sock.recv(65536)
+        sock.close()
+
     def test_no_pings_while_tokens_flow(self, serve: Any) -> None:
         live: Live = serve(FakeEngine(decoding), ping=0.2)
         sock = live.raw(post("/v1/completions", {"prompt": "a", "stream": True}))
