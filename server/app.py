@@ -8,6 +8,7 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
 from cflow.engine.engine import Engine
+from cflow.engine.errors import CflowError
 from cflow.server.auth import ApiKeys, Authentication
 from cflow.server.config import ServerConfig
 from cflow.server.errors import install_error_handlers
@@ -33,8 +34,16 @@ def _describe_bodies(app: FastAPI) -> None:
     app.openapi = openapi  # type: ignore[method-assign]
 
 
+def _check_experts(config: ServerConfig, top_k: int) -> None:
+    if config.moe_top_k is not None and config.moe_top_k > top_k:
+        has = f"this model uses {top_k}" if top_k else "this model has no experts"
+        raise CflowError(f"moe_top_k = {config.moe_top_k}: {has}")
+
+
 def create_app(config: ServerConfig, engine: Engine) -> FastAPI:
-    """The server's application over a started engine. All state is in app.state.service."""
+    """The server's application over a started engine. All state is in app.state.service. CflowError
+    if the configuration does not go with the model, or names files that are of no use."""
+    _check_experts(config, engine.card.top_k)
     app = FastAPI(title="cflow", redirect_slashes=False)
     metrics = Metrics(engine)
     app.state.service = Service(config, engine, metrics)

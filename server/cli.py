@@ -71,13 +71,19 @@ def serve(
     access_log: Annotated[
         bool | None, typer.Option("--access-log", help="A line for each request.")
     ] = None,
+    moe_top_k: Annotated[
+        int | None,
+        typer.Option(
+            help="Experts a token uses where the request does not say. Default: as the model says."
+        ),
+    ] = None,
 ) -> None:
     """Serve a model behind the OpenAI HTTP API. Settings: file < CFLOW_* environment < flags."""
     flags = {
         "model": model, "host": host, "port": port, "api_keys": api_keys,
         "served_name": served_name, "max_queue": max_queue, "max_step_ms": max_step_ms,
         "max_sequences": max_sequences, "max_body": max_body, "drain_timeout": drain_timeout,
-        "access_log": access_log,
+        "access_log": access_log, "moe_top_k": moe_top_k,
     }  # fmt: skip
     _serve(read_settings(config, flags | engine))
 

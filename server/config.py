@@ -118,6 +118,7 @@ SERVER_KEYS: dict[str, Reader] = {
     "ping": read_seconds,
     "drain_timeout": read_seconds,
     "access_log": read_bool,
+    "moe_top_k": read_count,
 }
 ENGINE_KEYS: dict[str, Reader] = {
     "model": read_text,
@@ -154,6 +155,7 @@ class ServerConfig:
     ping_s: float = 15.0  # a stream that says nothing for this long gets a comment
     drain_timeout_s: float = 30.0
     access_log: bool = False
+    moe_top_k: int | None = None  # of requests that do not say; None: as the model says
 
 
 # Where a field is not called like its key: it carries the unit.

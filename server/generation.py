@@ -16,16 +16,22 @@ Deltas = AsyncGenerator[tuple[int, Delta], None]
 
 
 class Generation:
-    """answers: one per prompt. records: one per answer. n_deferred: experts of each token that the
-    engine has join late."""
+    """answers: one per prompt. records: one per answer. n_experts: of each token, 0 if the model has
+    none; n_deferred: of those, how many the engine has join late."""
 
     def __init__(
-        self, answers: Sequence[Answer], records: Sequence[AnswerRecord], n_deferred: int = 0
+        self,
+        answers: Sequence[Answer],
+        records: Sequence[AnswerRecord],
+        *,
+        n_experts: int,
+        n_deferred: int,
     ) -> None:
         self._answers = answers
         self._records = records
         self._n_open = self._n_choices = sum(len(record.n_tokens) for record in records)
         self.n_prompt = sum(record.n_prompt for record in records)
+        self.n_experts = n_experts
         self.n_deferred = n_deferred
         self.n_completion = 0
         self.n_cached = 0

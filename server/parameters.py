@@ -54,7 +54,7 @@ def _count_experts(ask: Sampling, card: ModelCard) -> int:
     if ask.moe_top_k > card.top_k:
         message = f"moe_top_k: {ask.moe_top_k} is more than the {card.top_k} experts of this model."
         raise RequestError(message, param="moe_top_k")
-    return ask.moe_top_k
+    return ask.moe_top_k % card.top_k  # 0 is the model's own number, which shares its prefix cache
 
 
 def sampling_params(

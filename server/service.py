@@ -32,8 +32,11 @@ class Service:
         body = decode_object(await read_body(request, self.config.max_body_bytes))
         ask = parse(kind, body)
         check_model(self.engine, getattr(ask, "model", None))
-        if self.config.api_keys is not None:
-            check_priority(getattr(ask, "priority", 0))
+        if isinstance(ask, Sampling):
+            if self.config.api_keys is not None:
+                check_priority(ask.priority)
+            if ask.moe_top_k is None and self.config.moe_top_k is not None:
+                ask = ask.model_copy(update={"moe_top_k": self.config.moe_top_k})
         return ask, ignored_header(kind, body)
 
     def generate(
@@ -60,7 +63,12 @@ class Service:
             for prompt, how in zip(prompts, sampling, strict=True)
         ]
         ready = self.engine.ready
-        return Generation(answers, records, ready.n_deferred if ready else 0)
+        return Generation(
+            answers,
+            records,
+            n_experts=sampling[0].n_experts or self.engine.card.top_k,
+            n_deferred=ready.n_deferred if ready else 0,
+        )
 
     def stream(self, events: Events, generation: Generation, headers: dict[str, str]) -> Response:
         """The answer as a stream of these events of it."""

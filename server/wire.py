@@ -24,6 +24,7 @@ def usage(generation: Generation) -> dict[str, Any]:
         "prompt_tokens_details": {"cached_tokens": generation.n_cached},
         "completion_tokens_details": {"reasoning_tokens": 0},
         **_expert_usage(generation.experts),
+        **({"moe_top_k": generation.n_experts} if generation.n_experts else {}),
         **({"deferred_experts": generation.n_deferred} if generation.n_deferred else {}),
     }
 

@@ -11,7 +11,10 @@ from fake_engine import BOS, EOS, READY, ByteTokenizer, Call, FakeEngine, logpro
 from live import Live, error_of, events
 from msgspec.structs import replace
 
+from cflow.engine.errors import CflowError
 from cflow.engine.messages import Delta, ExpertUsage, Finish, Progress
+from cflow.server.app import create_app
+from cflow.server.config import server_config
 from cflow.server.routes import completions
 from cflow.server.schemas import CompletionRequest
 
@@ -279,6 +282,22 @@ class TestParameters:
         live.complete(prompt="a", moe_top_k=3)
         assert live.engine.calls[0].sampling.n_experts == 3
         assert error_of(live.complete(prompt="a", moe_top_k=5))["param"] == "moe_top_k"
+
+    def test_experts_used_are_told(self, serve: Any) -> None:
+        live: Live = serve(FakeEngine(top_k=4), moe_top_k=2)
+        for asked, given, told in ((None, 2, 2), (3, 3, 3), (4, 0, 4)):
+            usage = live.complete(prompt="a", moe_top_k=asked).json()["usage"]
+            assert live.engine.calls[-1].sampling.n_experts == given
+            assert usage["moe_top_k"] == told
+        assert live.chat().json()["usage"]["moe_top_k"] == 2
+        assert "moe_top_k" not in serve().complete(prompt="a").json()["usage"]
+
+    @pytest.mark.parametrize(("top_k", "named"), [(4, "uses 4"), (0, "no experts")])
+    def test_more_experts_than_there_are_are_refused_at_the_start(
+        self, top_k: int, named: str
+    ) -> None:
+        with pytest.raises(CflowError, match=named):
+            create_app(server_config({"moe_top_k": 5}), FakeEngine(top_k=top_k))  # type: ignore[arg-type]
 
 
 class TestContext:

@@ -45,7 +45,7 @@ def test_every_key_has_an_environment_name() -> None:
         "expert_read_rate": "500M", "kv": "q8", "precision": "f32", "isa": "scalar", "max_sequences": "4",
         "max_step_tokens": "64", "max_queue": "9", "max_step_ms": "10", "stuck": "5",
         "host": "h", "port": "0", "api_keys": "/k", "max_body": "2M", "ping": "1.5",
-        "drain_timeout": "7", "access_log": "yes",
+        "drain_timeout": "7", "access_log": "yes", "moe_top_k": "3",
     }  # fmt: skip
     assert good.keys() == ENGINE_KEYS.keys() | SERVER_KEYS.keys()
     environ = {f"CFLOW_{key.upper()}": value for key, value in good.items()}
@@ -55,6 +55,7 @@ def test_every_key_has_an_environment_name() -> None:
     assert config.engine.weights_memory == 2 << 30
     assert (config.engine.expert_reads, config.engine.expert_read_rate) == (4, 500 << 20)
     assert (config.port, config.max_body_bytes, config.access_log) == (0, 2 << 20, True)
+    assert config.moe_top_k == 3
     assert (config.ping_s, config.drain_timeout_s, config.api_keys) == (1.5, 7.0, Path("/k"))
 
 
