@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -13,6 +15,10 @@ from cflow.server.errors import ClientGone, RequestError, shorten
 
 _JSON_TYPE = re.compile(r"application/([a-z0-9.]+\+)?json\s*(;.*)?", re.IGNORECASE)
 _SURROGATE = re.compile("[\ud800-\udfff]")
+_MARKS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}:]')
+MAX_LOOK = 1 << 20  # bytes of a refused body that are searched for what is wrong
+MAX_DIGITS = 4300  # of a whole number, as of Python's
+DEEP = 200  # a body is refused for the depth of its nesting somewhere above that
 
 
 def _too_large(limit: int) -> RequestError:
@@ -49,35 +55,74 @@ async def read_body(request: Request, limit: int) -> bytes:
             return bytes(body)
 
 
-def _find_surrogate(value: Any, path: str) -> str | None:
-    """Where the first half of a surrogate pair without its other half stands."""
-    if isinstance(value, str):
-        return path if _SURROGATE.search(value) else None
+def _is_torn(value: object) -> bool:
+    return isinstance(value, str) and _SURROGATE.search(value) is not None
+
+
+def _is_no_number(value: object) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def _find(value: Any, is_bad: Callable[[object], bool], path: str = "") -> str | None:
+    """Where the first bad value, or key, stands."""
+    if is_bad(value):
+        return path
     if isinstance(value, dict):
-        if any(_SURROGATE.search(key) for key in value):
+        if any(map(is_bad, value)):
             return path or "the body"
         items = [(f"{path}.{key}" if path else key, item) for key, item in value.items()]
     elif isinstance(value, list):
         items = [(f"{path}[{index}]", item) for index, item in enumerate(value)]
     else:
         return None
-    return next((found for at, item in items if (found := _find_surrogate(item, at))), None)
+    return next((found for at, item in items if (found := _find(item, is_bad, at))), None)
+
+
+def _find_depth(body: bytes) -> str | None:
+    """The top-level key under which the nesting is too deep."""
+    depth, last, key = 0, b"", b""
+    for match in _MARKS.finditer(body[:MAX_LOOK]):
+        mark = match[0]
+        if mark in b"[{":
+            depth += 1
+        elif mark in b"]}":
+            depth -= 1
+        elif mark != b":":
+            last = mark
+        elif depth == 1:
+            key = last
+        if depth > DEEP:
+            return key[1:-1].decode(errors="replace")[:80] or None
+    return None
 
 
 def _explain(body: bytes, error: Exception) -> RequestError:
     """Why msgspec refused the body."""
     if not body.strip():
         return RequestError("The request body is empty; send a JSON object.", code="invalid_json")
-    if b"\\ud" in body.lower():
-        try:
-            where = _find_surrogate(json.loads(body), "")
-        except (ValueError, RecursionError):
-            where = None
-        if where:
-            message = f"{where[:80]} holds half of a UTF-16 surrogate pair, which is not text."
-            return RequestError(message, code="invalid_unicode", param=where[:80])
+    if len(body) <= MAX_LOOK and (fault := _explain_value(body)):
+        return fault
     text = str(error).removeprefix("JSON is malformed: ")
     return RequestError(f"The request body is not valid JSON: {text}.", code="invalid_json")
+
+
+def _explain_value(body: bytes) -> RequestError | None:
+    """The fault if it is one value that Python's parser lets pass."""
+    try:
+        value = json.loads(body, parse_int=_read_int)
+    except (ValueError, RecursionError):
+        return None
+    if where := _find(value, _is_torn):
+        message = f"{where[:80]} holds half of a UTF-16 surrogate pair, which is not text."
+        return RequestError(message, code="invalid_unicode", param=where[:80])
+    if where := _find(value, _is_no_number):
+        message = f"{where[:80]} is not a number that JSON and 64 bits can hold."
+        return RequestError(message, code="invalid_json", param=where[:80])
+    return None
+
+
+def _read_int(digits: str) -> float:
+    return int(digits) if len(digits) < MAX_DIGITS else math.inf
 
 
 def decode_object(body: bytes) -> dict[str, Any]:
@@ -85,8 +130,9 @@ def decode_object(body: bytes) -> dict[str, Any]:
     try:
         value = msgspec.json.decode(body)
     except RecursionError:
-        message = "The request body is nested too deeply."
-        raise RequestError(message, code="invalid_json") from None
+        where = _find_depth(body)
+        message = f"{where or 'The request body'} is nested too deeply."
+        raise RequestError(message, code="invalid_json", param=where) from None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise _explain(body, error) from None
     if not isinstance(value, dict):

@@ -53,6 +53,33 @@ def test_half_a_surrogate_pair(live: Live, template: str, named: str, half: str)
     assert live.client.post("/v1/completions", content=good, headers=JSON).status_code == 200
 
 
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e999", "-1e400", "9" * 5000])
+@pytest.mark.parametrize(
+    ("template", "named"),
+    [
+        ('{"prompt":"a","temperature":%s}', "temperature"),
+        ('{"prompt":"a","logit_bias":{"5":%s}}', "logit_bias.5"),
+        ('{"prompt":[[1,2],[3,%s]]}', "prompt[1][1]"),
+        ('{"prompt":"a","unknown":{"x":[%s]}}', "unknown.x[0]"),
+    ],
+)
+def test_numbers_that_are_none_are_named(live: Live, template: str, named: str, value: str) -> None:
+    body = (template % value).encode()
+    response = live.client.post("/v1/completions", content=body, headers=JSON)
+    assert response.status_code == 400
+    assert error_of(response)["param"] == named
+
+
+@pytest.mark.parametrize("key", ["tools", "response_format", "prompt", "unknown"])
+@pytest.mark.parametrize(("left", "right"), [("[", "]"), ('{"a":', "}")])
+def test_what_is_nested_too_deeply_is_named(live: Live, key: str, left: str, right: str) -> None:
+    deep = left * 5000 + "1" + right * 5000
+    body = f'{{"x":{{"y":["[{{\\"",{{}}]}},"{key}":{deep},"z":1}}'.encode()
+    response = live.client.post("/v1/chat/completions", content=body, headers=JSON)
+    assert response.status_code == 400
+    assert error_of(response)["param"] == key
+
+
 @pytest.mark.parametrize(
     "kind",
     [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"],
