@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.routing import APIRoute
 
 from cflow.engine.engine import Engine
@@ -52,8 +53,17 @@ def create_app(config: ServerConfig, engine: Engine) -> FastAPI:
     install_error_handlers(app)
     _describe_bodies(app)
     # The last added is the outermost.
-    if config.api_keys is not None:
-        app.add_middleware(Authentication, keys=ApiKeys.read(config.api_keys))
+    app.state.keys = ApiKeys(config.api_keys) if config.api_keys is not None else None
+    if app.state.keys is not None:
+        app.add_middleware(Authentication, keys=app.state.keys)
+    if config.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.cors_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=("Retry-After", "x-should-retry", "x-cflow-ignored-params"),
+        )
     app.add_middleware(Linger)
     templates = [r.path for router in ROUTERS for r in router.routes if isinstance(r, APIRoute)]
     app.add_middleware(HttpMetrics, metrics=metrics, templates=templates)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import logging
 from hashlib import sha256
 from pathlib import Path
 
@@ -14,39 +15,22 @@ from cflow.server.errors import RequestError, error_response
 OPEN_PATHS = frozenset({"/live", "/health", "/ready", "/metrics", "/version"})
 
 
+log = logging.getLogger("cflow.server")
+
+
 class ApiKeys:
     """Digests of the keys of a file: one key a line, `name: key` to give it a name, # comments."""
 
-    def __init__(self, keys: dict[str, str]) -> None:
-        """keys: name -> key."""
-        self._digests = [
-            (name, sha256(key.encode(encoding)).digest())
-            for name, key in keys.items()
-            for encoding in ("utf-8", "latin-1")
-            if encoding == "utf-8" or _fits_latin1(key)
-        ]
+    def __init__(self, path: Path) -> None:
+        """CflowError if the file is of no use."""
+        self._path = path
+        self._digests = _digests(_read(path))
 
-    @classmethod
-    def read(cls, path: Path) -> ApiKeys:
-        try:
-            lines = path.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise CflowError(f"api_keys: cannot read {path}: {error}") from None
-        keys: dict[str, str] = {}
-        for number, line in enumerate(lines, 1):
-            text = line.strip()
-            if not text or text.startswith("#"):
-                continue
-            name, colon, key = (part.strip() for part in text.partition(":"))
-            name, key = (name, key) if colon else (f"key-{number}", name)
-            if not key or name in keys:
-                raise CflowError(
-                    f"api_keys: line {number} of {path} must be KEY or NAME: KEY, with a new name"
-                )
-            keys[name] = key
-        if not keys:
-            raise CflowError(f"api_keys: {path} holds no key, so nobody could call")
-        return cls(keys)
+    def reload(self) -> None:
+        """Reads the file again. CflowError: it is of no use, and the keys stay as they were."""
+        keys = _read(self._path)
+        self._digests = _digests(keys)
+        log.info("%s holds %d keys: %s", self._path, len(keys), ", ".join(keys))
 
     def find(self, key: bytes) -> str | None:
         """The name of the key, or None. All are compared, however early one matches."""
@@ -56,6 +40,39 @@ class ApiKeys:
             if hmac.compare_digest(digest, known):
                 found = name
         return found
+
+
+def _read(path: Path) -> dict[str, str]:
+    """Keys by name."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CflowError(f"api_keys: cannot read {path}: {error}") from None
+    keys: dict[str, str] = {}
+    for number, line in enumerate(lines, 1):
+        text = line.strip()
+        if not text or text.startswith("#"):
+            continue
+        name, colon, key = (part.strip() for part in text.partition(":"))
+        name, key = (name, key) if colon else (f"key-{number}", name)
+        if not key or name in keys:
+            raise CflowError(
+                f"api_keys: line {number} of {path} must be KEY or NAME: KEY, with a new name"
+            )
+        keys[name] = key
+    if not keys:
+        raise CflowError(f"api_keys: {path} holds no key, so nobody could call")
+    return keys
+
+
+def _digests(keys: dict[str, str]) -> list[tuple[str, bytes]]:
+    """Clients send what is not ASCII in either encoding."""
+    return [
+        (name, sha256(key.encode(encoding)).digest())
+        for name, key in keys.items()
+        for encoding in ("utf-8", "latin-1")
+        if encoding == "utf-8" or _fits_latin1(key)
+    ]
 
 
 def _fits_latin1(text: str) -> bool:

@@ -68,6 +68,13 @@ def serve(
         float | None,
         typer.Option(help="Seconds running requests get after SIGTERM. Default: 30."),
     ] = None,
+    cors_origins: Annotated[
+        str | None, typer.Option(help="Origins whose pages may call, with commas; * for all.")
+    ] = None,
+    tls_cert: Annotated[
+        Path | None, typer.Option(help="Certificate in PEM form: serve HTTPS.")
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Its key, if not in the same file.")] = None,
     access_log: Annotated[
         bool | None, typer.Option("--access-log", help="A line for each request.")
     ] = None,
@@ -83,7 +90,8 @@ def serve(
         "model": model, "host": host, "port": port, "api_keys": api_keys,
         "served_name": served_name, "max_queue": max_queue, "max_step_ms": max_step_ms,
         "max_sequences": max_sequences, "max_body": max_body, "drain_timeout": drain_timeout,
-        "access_log": access_log, "moe_top_k": moe_top_k,
+        "access_log": access_log, "cors_origins": cors_origins, "tls_cert": tls_cert,
+        "tls_key": tls_key, "moe_top_k": moe_top_k,
     }  # fmt: skip
     _serve(read_settings(config, flags | engine))
 

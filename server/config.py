@@ -104,9 +104,23 @@ def read_text(value: object) -> str:
     return value
 
 
+def read_origins(value: object) -> tuple[str, ...]:
+    """A list, or text with commas, of origins such as https://ui.example:8080, or *."""
+    items = value.split(",") if isinstance(value, str) else value
+    if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
+        raise ValueError("is not a list of origins")
+    origins = tuple(item.strip() for item in items)
+    for origin in origins:
+        if origin != "*" and not _ORIGIN.fullmatch(origin):
+            raise ValueError("must be * or of the form https://host or https://host:port")
+    return origins
+
+
 def read_path(value: object) -> Path:
     return value if isinstance(value, Path) else Path(read_text(value)).expanduser()
 
+
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s@?#*]+")
 
 Reader = Callable[[object], Any]
 
@@ -119,6 +133,9 @@ SERVER_KEYS: dict[str, Reader] = {
     "drain_timeout": read_seconds,
     "access_log": read_bool,
     "moe_top_k": read_count,
+    "cors_origins": read_origins,
+    "tls_cert": read_path,
+    "tls_key": read_path,
 }
 ENGINE_KEYS: dict[str, Reader] = {
     "model": read_text,
@@ -155,6 +172,9 @@ class ServerConfig:
     ping_s: float = 15.0  # a stream that says nothing for this long gets a comment
     drain_timeout_s: float = 30.0
     access_log: bool = False
+    cors_origins: tuple[str, ...] = ()  # whose pages may call from a browser
+    tls_cert: Path | None = None  # a file in PEM form; None: no TLS
+    tls_key: Path | None = None  # None: in the same file
     moe_top_k: int | None = None  # of requests that do not say; None: as the model says
 
 

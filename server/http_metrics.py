@@ -34,7 +34,8 @@ class HttpMetrics:
         method = scope["method"] if scope["method"] in METHODS else "OTHER"
         self.metrics.http_requests.labels(handler, method, f"{status // 100}xx").inc()
         self.metrics.http_seconds.labels(handler, method).observe(seconds)
-        log.info("%s %s %d %.3fs", method, handler, status, seconds)
+        key = scope.get("state", {}).get("key", "-")
+        log.info("%s %s %d %.3fs %s", method, handler, status, seconds, key)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

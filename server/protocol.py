@@ -141,7 +141,8 @@ class Protocol(HttpToolsProtocol):
         lines = [name + b": " + value + b"\r\n" for name, value in headers]
         head = STATUS_LINE[error.status] + b"".join(lines) + b"connection: close\r\n\r\n"
         self.transport.write(head + bytes(response.body))
-        self.transport.write_eof()
+        if self.transport.can_write_eof():  # not over TLS
+            self.transport.write_eof()
         self.flow.resume_reading()
         self.loop.call_later(LINGER_S, self._close)
 

@@ -7,6 +7,7 @@ import errno
 import logging
 import signal
 import socket
+import ssl
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 
@@ -17,9 +18,11 @@ from fastapi import FastAPI
 from cflow.engine.engine import Engine
 from cflow.engine.errors import CflowError, EngineError
 from cflow.server.app import create_app
+from cflow.server.auth import ApiKeys
 from cflow.server.config import ServerConfig
 from cflow.server.progress import announce, console, wait_ready
 from cflow.server.protocol import Protocol
+from cflow.server.tls import load_certificate, read_certificate
 
 CLOSE_S = 5  # what connections get to end once all answers are over
 BACKLOG = 2048
@@ -38,7 +41,7 @@ class HttpServer(uvicorn.Server):
         yield
 
 
-def http_server(app: FastAPI) -> HttpServer:
+def http_server(app: FastAPI, tls: ssl.SSLContext | None = None) -> HttpServer:
     return HttpServer(
         uvicorn.Config(
             app,
@@ -51,6 +54,7 @@ def http_server(app: FastAPI) -> HttpServer:
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=CLOSE_S,
+            ssl_context_factory=(lambda *_: tls) if tls else None,
         )
     )
 
@@ -95,9 +99,21 @@ def listen(host: str, port: int) -> socket.socket:
         ) from None
 
 
-def _address(sock: socket.socket) -> str:
+def _address(sock: socket.socket, tls: ssl.SSLContext | None) -> str:
     host, port = sock.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "https" if tls else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def reload_files(config: ServerConfig, keys: ApiKeys | None, tls: ssl.SSLContext | None) -> None:
+    """Reads the files of secrets again; one that is of no use changes nothing."""
+    try:
+        if keys is not None:
+            keys.reload()
+        if tls is not None and config.tls_cert is not None:
+            load_certificate(tls, config.tls_cert, config.tls_key)
+    except CflowError as error:
+        log.error("%s; what was read before stays in use", error)
 
 
 async def _serve(config: ServerConfig) -> None:
@@ -110,12 +126,16 @@ async def _serve(config: ServerConfig) -> None:
 
 
 async def _serve_engine(config: ServerConfig, engine: Engine, sock: socket.socket) -> None:
-    server = http_server(create_app(config, engine))
+    app = create_app(config, engine)
+    tls = read_certificate(config.tls_cert, config.tls_key)
+    server = http_server(app, tls)
     shutdown = Shutdown(server, engine, config.drain_timeout_s)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, shutdown.on_signal)
-    loading = asyncio.create_task(_load(engine, server, _address(sock)))
+    if config.api_keys or tls:
+        loop.add_signal_handler(signal.SIGHUP, reload_files, config, app.state.keys, tls)
+    loading = asyncio.create_task(_load(engine, server, _address(sock, tls)))
     try:
         await server.serve(sockets=[sock])
     finally:

@@ -101,3 +101,23 @@ def test_signal_while_loading(start: Callable[..., Server]) -> None:
     server = start()
     server.process.send_signal(signal.SIGTERM)
     end(server, within_s=4)
+
+
+def test_sighup_reads_the_keys_again(start: Callable[..., Server], tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("alice: one\n")
+    server = start("--api-keys", str(keys)).ready()
+
+    def status(key: str) -> int:
+        headers = {"Authorization": f"Bearer {key}"}
+        return server.http.get("/v1/models", headers=headers).status_code
+
+    assert (status("one"), status("two")) == (200, 401)
+    keys.write_text("alice: two\n")
+    server.process.send_signal(signal.SIGHUP)
+    assert wait_for(lambda: status("two") == 200, 5)
+    assert status("one") == 401
+    keys.write_text("")
+    server.process.send_signal(signal.SIGHUP)
+    assert wait_for(lambda: "holds no key" in server.log, 5)
+    assert status("two") == 200

@@ -17,6 +17,7 @@ from fake_engine import FakeEngine
 from cflow.server.app import create_app
 from cflow.server.config import ServerConfig, server_config
 from cflow.server.serve import http_server, listen
+from cflow.server.tls import read_certificate
 
 
 class Live:
@@ -26,13 +27,17 @@ class Live:
         self.engine = engine
         self._socket = listen("127.0.0.1", 0)
         self.port: int = self._socket.getsockname()[1]
-        app = create_app(config or server_config({}), engine)  # type: ignore[arg-type]
+        config = config or server_config({})
+        app = create_app(config, engine)  # type: ignore[arg-type]
         self.metrics = app.state.service.metrics
-        self._server = http_server(app)
+        self.tls = read_certificate(config.tls_cert, config.tls_key)
+        self._server = http_server(app, self.tls)
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
         self.client = httpx.Client(
-            base_url=f"http://127.0.0.1:{self.port}", timeout=10, verify=False
+            base_url=f"{'https' if self.tls else 'http'}://127.0.0.1:{self.port}",
+            timeout=10,
+            verify=False,
         )
 
     def _run(self) -> None:

@@ -88,6 +88,23 @@ def test_a_refused_body_is_not_waited_for(live: Live) -> None:
     sock.close()
 
 
+def test_keys_are_read_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    path = tmp_path / "keys"
+    path.write_text("alice: s3cret\nbob: t0psecret\n")
+    keys = ApiKeys(path)
+    path.write_text("alice: n3wsecret\n")
+    keys.reload()
+    found = [keys.find(key) for key in (b"s3cret", b"t0psecret", b"n3wsecret")]
+    assert found == [None, None, "alice"]
+    path.write_text("")
+    with pytest.raises(CflowError, match="no key"):
+        keys.reload()
+    assert keys.find(b"n3wsecret") == "alice"
+    assert "alice" in caplog.text
+    assert "secret" not in caplog.text
+
+
 @pytest.mark.parametrize(
     ("text", "named"),
     [("", "no key"), ("# x\n", "no key"), ("a: 1\na: 2\n", "line 2"), ("a:\n", "line 1")],
@@ -96,9 +113,9 @@ def test_bad_files(tmp_path: Path, text: str, named: str) -> None:
     path = tmp_path / "keys"
     path.write_text(text)
     with pytest.raises(CflowError, match=named):
-        ApiKeys.read(path)
+        ApiKeys(path)
 
 
 def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(CflowError, match="cannot read"):
-        ApiKeys.read(tmp_path / "nope")
+        ApiKeys(tmp_path / "nope")

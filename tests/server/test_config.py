@@ -46,6 +46,7 @@ def test_every_key_has_an_environment_name() -> None:
         "max_step_tokens": "64", "max_queue": "9", "max_step_ms": "10", "stuck": "5",
         "host": "h", "port": "0", "api_keys": "/k", "max_body": "2M", "ping": "1.5",
         "drain_timeout": "7", "access_log": "yes", "moe_top_k": "3",
+        "cors_origins": "http://a, https://b.c:8", "tls_cert": "/c", "tls_key": "/d",
     }  # fmt: skip
     assert good.keys() == ENGINE_KEYS.keys() | SERVER_KEYS.keys()
     environ = {f"CFLOW_{key.upper()}": value for key, value in good.items()}
@@ -56,6 +57,8 @@ def test_every_key_has_an_environment_name() -> None:
     assert (config.engine.expert_reads, config.engine.expert_read_rate) == (4, 500 << 20)
     assert (config.port, config.max_body_bytes, config.access_log) == (0, 2 << 20, True)
     assert config.moe_top_k == 3
+    assert config.cors_origins == ("http://a", "https://b.c:8")
+    assert (config.tls_cert, config.tls_key) == (Path("/c"), Path("/d"))
     assert (config.ping_s, config.drain_timeout_s, config.api_keys) == (1.5, 7.0, Path("/k"))
 
 
@@ -67,6 +70,8 @@ def test_every_key_has_an_environment_name() -> None:
         ("expert_cache", "some"), ("expert_cache", "0%"), ("expert_cache", "101%"),
         ("expert_cache", "nan%"), ("expert_cache", 0), ("expert_read_rate", 0),
         ("weights_memory", "0%"), ("weights_memory", "lots"),
+        ("cors_origins", "ui.test"), ("cors_origins", "http://a/b"), ("cors_origins", [5]),
+        ("cors_origins", ""), ("moe_top_k", 0),
         ("ping", 0), ("ping", "nan"), ("drain_timeout", "inf"), ("access_log", "maybe"),
         ("host", ""), ("host", 5), ("nope", 1), ("max_body", 0),
         ("kv_memory", "9" * 400), ("expert_cache", "9" * 400), ("defer_experts", "-1"),
