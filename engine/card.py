@@ -25,7 +25,10 @@ class ModelCard:
     tokenizer: Tokenizer
     template: ChatTemplate | None
     vocab_size: int
+    n_layers: int
+    n_experts: int  # of a layer
     top_k: int
+    bytes_per_token: int  # of weights
 
 
 def read_card(config: EngineConfig) -> ModelCard:
@@ -45,7 +48,10 @@ def read_card(config: EngineConfig) -> ModelCard:
         tokenizer=tokenizer,
         template=_template(known, tokenizer),
         vocab_size=header.vocab_size,
+        n_layers=len(layers),
+        n_experts=max((layer.n_experts for layer in layers), default=0),
         top_k=max((layer.top_k for layer in layers), default=0),
+        bytes_per_token=model.plan.bytes_per_token,
     )
 
 

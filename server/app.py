@@ -16,11 +16,18 @@ from cflow.server.errors import install_error_handlers
 from cflow.server.http_metrics import HttpMetrics
 from cflow.server.linger import Linger
 from cflow.server.metrics import Metrics
-from cflow.server.routes import chat, completions, health, models, tokens
+from cflow.server.routes import chat, completions, health, models, page, tokens
 from cflow.server.schemas import SHAPES
 from cflow.server.service import Service
 
-ROUTERS = (completions.router, chat.router, models.router, tokens.router, health.router)
+ROUTERS = (
+    completions.router,
+    chat.router,
+    models.router,
+    tokens.router,
+    health.router,
+    page.router,
+)
 
 
 def _describe_bodies(app: FastAPI) -> None:

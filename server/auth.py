@@ -12,7 +12,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from cflow.engine.errors import CflowError
 from cflow.server.errors import RequestError, error_response
 
-OPEN_PATHS = frozenset({"/live", "/health", "/ready", "/metrics", "/version"})
+OPEN_PATHS = frozenset({"/live", "/health", "/ready", "/metrics", "/version", "/status", "/"})
+OPEN_FOLDER = "/web/"
 
 
 log = logging.getLogger("cflow.server")
@@ -79,6 +80,10 @@ def _fits_latin1(text: str) -> bool:
     return max(map(ord, text), default=0) < 256
 
 
+def _is_open(path: str) -> bool:
+    return path in OPEN_PATHS or path.startswith(OPEN_FOLDER)
+
+
 def _bearer(scope: Scope) -> bytes | None:
     """The token of the one Authorization header, whose scheme must be Bearer."""
     values = [value for name, value in scope["headers"] if name == b"authorization"]
@@ -96,7 +101,7 @@ class Authentication:
         self.keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+        if scope["type"] != "http" or _is_open(scope["path"]):
             await self.app(scope, receive, send)
             return
         token = _bearer(scope)

@@ -1,4 +1,4 @@
-"""Probes and facts that need no key: /live, /health, /ready, /version, /metrics, and /."""
+"""Probes and facts that need no key: /live, /health, /ready, /version, /metrics."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
+from cflow.engine.engine import Engine
 from cflow.server.service import Service, service_of
 from cflow.server.wire import encode
 
 router = APIRouter()
+
+SERVING = ("ready", "draining")
 
 
 def version() -> str:
@@ -21,10 +24,15 @@ def version() -> str:
         return "unknown"  # run from a source tree
 
 
+def state_of(engine: Engine) -> str:
+    """The engine's state, or `failing` where it would serve."""
+    return "failing" if engine.is_failing and engine.state in SERVING else engine.state
+
+
 def _state(service: Service, serving: tuple[str, ...]) -> Response:
     """200 in the states named, else 503; the body says which state it is."""
     engine = service.engine
-    state = "failing" if engine.is_failing and engine.state in serving else engine.state
+    state = state_of(engine)
     is_serving = state in serving
     body: dict[str, Any] = {"status": "ok" if is_serving else state}
     if engine.loading is not None and engine.state in ("loading", "restarting"):
@@ -47,7 +55,7 @@ async def live() -> Response:
 @router.get("/health")
 async def health(request: Request) -> Response:
     """503 while the engine loads, is dead or stuck, or its disk fails one request after the other."""
-    return _state(service_of(request), ("ready", "draining"))
+    return _state(service_of(request), SERVING)
 
 
 @router.head("/ready", include_in_schema=False)
@@ -67,16 +75,3 @@ async def show_metrics(request: Request) -> Response:
     """Prometheus text format 0.0.4."""
     text = service_of(request).metrics.exposition()
     return Response(text, headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
-
-
-@router.get("/")
-async def show_root(request: Request) -> Response:
-    """What this is and where to go on."""
-    body = {
-        "name": "cflow",
-        "version": version(),
-        "model": service_of(request).engine.card.name,
-        "api": ["/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize"],
-        "docs": "/docs",
-    }
-    return Response(encode(body), media_type="application/json")

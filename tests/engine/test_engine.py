@@ -45,7 +45,10 @@ CARD = ModelCard(
     tokenizer=Tokenizer(b"", TOKEN_BYTES, {"eos_ids": [EOS]}),
     template=None,
     vocab_size=len(TOKEN_BYTES),
+    n_layers=0,
+    n_experts=0,
     top_k=0,
+    bytes_per_token=0,
 )
 PROMPT = [10 + i % 50 for i in range(40)]
 SHORT = SamplingParams(max_tokens=12, seed=1)

@@ -213,7 +213,10 @@ class FakeEngine:
             tokenizer=ByteTokenizer(self.bos_id),  # type: ignore[arg-type]
             template=self.template,
             vocab_size=260,
+            n_layers=2,
+            n_experts=4 * self.top_k,
             top_k=self.top_k,
+            bytes_per_token=1000,
         )
         self.ready: Ready | None = READY
         self.loading: Loading | None = None

@@ -52,14 +52,20 @@ def test_everything_else(live: Live, values: tuple[bytes, ...]) -> None:
 
 
 def test_refusal(live: Live) -> None:
-    for response in (live.complete(prompt="a"), live.client.get("/v1/nope"), live.client.get("/")):
+    for response in (
+        live.complete(prompt="a"),
+        live.client.get("/v1/nope"),
+        live.client.get("/docs"),
+    ):
         assert response.status_code == 401
         assert response.headers["www-authenticate"] == "Bearer"
         assert error_of(response)["code"] == "invalid_api_key"
 
 
-@pytest.mark.parametrize("path", ["/live", "/health", "/ready", "/metrics", "/version"])
-def test_probes_need_no_key(live: Live, path: str) -> None:
+@pytest.mark.parametrize(
+    "path", ["/live", "/health", "/ready", "/metrics", "/version", "/status", "/", "/web/page.js"]
+)
+def test_probes_and_the_page_need_no_key(live: Live, path: str) -> None:
     assert live.client.get(path).status_code == 200
 
 

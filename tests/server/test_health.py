@@ -166,9 +166,8 @@ def test_detokenize(live: Live) -> None:
         assert (error_of(response)["param"] or "").startswith("tokens")
 
 
-def test_version_and_root(live: Live) -> None:
+def test_version(live: Live) -> None:
     assert isinstance(live.client.get("/version").json()["version"], str)
-    assert live.client.get("/").json()["model"] == "fake/model"
 
 
 def test_context_is_the_models_until_the_worker_says(serve: Any) -> None:

@@ -1,0 +1,153 @@
+"""The page in a real browser: Debian's Chromium, driven by playwright (`make test-page`)."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from running import Server, serving, wait_for
+
+from cflow.engine.hub import BUNDLED_FILE
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="needs the extra `page`")
+CHROMIUM = shutil.which("chromium")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's chromium")
+
+FLAGS = ("--no-sandbox", "--disable-quic", "--disable-background-networking", "--no-first-run")
+SIZES = {"desk": (1280, 800), "phone": (390, 844)}
+REFUSED = "Failed to load resource"  # what the console says of a 400
+ANSWER_MS = 60_000
+SCREENSHOTS = os.environ.get("CFLOW_SCREENSHOTS")
+
+
+@pytest.fixture(scope="module")
+def story() -> Iterator[Server]:
+    with serving(BUNDLED_FILE) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def open_page(browser: Any) -> Iterator[Any]:
+    """open_page(server, size): whatever the browser complains of fails the test."""
+    complaints: list[str] = []
+    pages = []
+
+    def make(server: Server, size: str = "desk") -> Any:
+        width, height = SIZES[size]
+        page = browser.new_page(viewport={"width": width, "height": height})
+        page.on("console", lambda m: m.text.startswith(REFUSED) or complaints.append(m.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("request", lambda r: r.url.startswith(server.url) or complaints.append(r.url))
+        page.goto(server.url)
+        sync_api.expect(page.locator("#state")).to_have_text("ready")
+        pages.append(page)
+        return page
+
+    yield make
+    for page in pages:
+        page.close()
+    assert not complaints
+
+
+def answered(page: Any, n: int = 1) -> None:
+    sync_api.expect(page.locator("#turns small")).to_have_count(n, timeout=ANSWER_MS)
+
+
+def keep(page: Any, name: str) -> None:
+    if SCREENSHOTS:
+        page.wait_for_timeout(2500)  # of the curve
+        page.screenshot(path=Path(SCREENSHOTS) / f"{name}.png")
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_story_by_keyboard_alone(story: Server, open_page: Any, size: str) -> None:
+    page = open_page(story, size)
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.id") == "text"
+    page.keyboard.type("Once upon a time")
+    page.keyboard.press("Enter")
+    answered(page)
+    text = page.locator("#turns li.assistant").inner_text()
+    assert len(text.split()) > 20
+    assert "tokens/s" in page.locator("#speed").inner_text()
+    assert page.evaluate("document.documentElement.scrollWidth") <= SIZES[size][0]
+    keep(page, f"page-{size}")
+
+
+def test_escape_stops_the_answer_for_the_server_too(shared: Server, open_page: Any) -> None:
+    page = open_page(shared)
+    before = shared.metric("cflow_cancelled_total")
+    page.locator("summary").click()
+    page.fill("#max-tokens", "1500")
+    page.fill("#text", "Count to a thousand.")
+    page.press("#text", "Enter")
+    sync_api.expect(page.locator("#turns li.assistant")).not_to_be_empty(timeout=ANSWER_MS)
+    page.keyboard.press("Escape")
+    answered(page)
+    assert page.locator("#turns small").inner_text() == "stopped"
+    assert page.locator("#send").is_enabled()
+    assert wait_for(lambda: shared.metric("cflow_cancelled_total") == before + 1, 10)
+
+
+def test_a_refusal_is_told_and_the_next_message_works(story: Server, open_page: Any) -> None:
+    page = open_page(story)
+    page.fill("#text", "word " * 400)
+    page.press("#text", "Enter")
+    page.wait_for_selector("#problem:not([hidden])")
+    assert "256" in page.locator("#problem").inner_text()
+    page.fill("#text", "The cat")
+    page.press("#text", "Enter")
+    answered(page)
+    assert page.locator("#problem").is_hidden()
+
+
+def test_figures_follow_the_engine(story: Server, open_page: Any) -> None:
+    page = open_page(story)
+    facts = page.locator("#facts").inner_text()
+    assert "8 a layer" in facts
+    assert "256 tokens" in facts
+    page.fill("#text", "A dog")
+    page.press("#text", "Enter")
+    answered(page)
+    expect = sync_api.expect(page.locator("#line"))
+    expect.to_have_attribute("points", re.compile(r"\d,1( |$)"), timeout=ANSWER_MS)
+
+
+def test_a_chat_of_two_turns_escapes_what_is_said(shared: Server, open_page: Any) -> None:
+    page = open_page(shared)
+    page.locator("summary").click()
+    page.fill("#max-tokens", "16")
+    page.fill("#temperature", "0")
+    for n, text in enumerate(("<img src=x onerror=alert(1)> hello", "And again?"), 1):
+        page.fill("#text", text)
+        page.press("#text", "Enter")
+        answered(page, n)
+    assert page.locator("#turns li.user").first.inner_text().startswith("<img src=x")
+    assert page.locator("#turns img").count() == 0
+    assert page.evaluate("document.querySelectorAll('#turns li.assistant').length") == 2
+    page.locator("summary").click()
+    keep(page, "page-chat")
+
+
+def test_a_key_is_asked_for(model: Path, start: Any, open_page: Any, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("alice: s3cret\n")
+    page = open_page(start("--api-keys", str(tmp_path / "keys")).ready())
+    page.fill("#text", "Hello")
+    page.locator("summary").click()
+    page.fill("#max-tokens", "4")
+    page.fill("#key", "s3cret")
+    page.press("#text", "Enter")
+    answered(page)
