@@ -50,12 +50,16 @@ class Scheduler:
         self._waiting = WaitingLine()
         self._running: list[Sequence] = []  # by rank
         self._requests: dict[int, Request] = {}
+        self._n_turns = 0
         self._forked: list[Sequence] = []  # since the last step; their blocks are not bound yet
 
     # ---- requests come and go ----
 
     def add(self, request: Request) -> None:
         """A new request; only its first choice waits, the others fork from it."""
+        if not request.submit.place:
+            self._n_turns += 1
+        request.turn = self._n_turns
         self._requests[request.id] = request
         self._waiting.open(request.submit.key)
         self._waiting.add(request.sequences[0])

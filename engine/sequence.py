@@ -14,11 +14,11 @@ from cflow.engine.native_types import Pick, RowUsage
 from cflow.engine.transcript import Transcript
 
 BAN = -np.inf
-PASSING = 32  # later requests that each further answer of a request lets by
 
 
 class Request:
-    """One prompt and its choices. order: arrival number."""
+    """One prompt and its choices. order: arrival number; turn: that of its HTTP request, all prompts of
+    which are one."""
 
     __slots__ = (
         "is_counted",
@@ -28,11 +28,13 @@ class Request:
         "prompt_scores",
         "sequences",
         "submit",
+        "turn",
     )
 
     def __init__(self, submit: Submit, order: int) -> None:
         self.submit = submit
         self.order = order
+        self.turn = 0
         self.is_prompt_done = False
         self.is_counted = False  # in the totals of prefix cache lookups
         self.n_cached = 0  # prompt tokens that came from the prefix cache
@@ -47,8 +49,7 @@ class Request:
 class Sequence:
     """One choice: its tokens, how many of them are in KV blocks, and how it samples.
 
-    turn: where it stands among others of its key, see waiting.py. blocks[i] holds positions 32 i ..
-    32 i + 31. slot: its number in the native context, -1 while it
+    blocks[i] holds positions 32 i .. 32 i + 31. slot: its number in the native context, -1 while it
     waits. transcript is the worker's, to make text; the scheduler does not look at it.
     """
 
@@ -66,7 +67,6 @@ class Sequence:
         "slot",
         "tokens",
         "transcript",
-        "turn",
     )
 
     def __init__(
@@ -74,7 +74,6 @@ class Sequence:
     ) -> None:
         self.request = request
         self.choice = choice
-        self.turn = request.order + PASSING * (request.submit.place + choice)
         self.tokens = array("i", request.submit.prompt)
         self.n_prompt = len(self.tokens)
         self.n_computed = 0

@@ -13,11 +13,16 @@ from collections import Counter
 
 from cflow.engine.sequence import Sequence
 
+PASSING = 32  # later requests that each further answer of a request lets by
+
 Rank = tuple[int, int, int, int, int]
 
 
 def turn(sequence: Sequence) -> tuple[int, int, int]:
-    return sequence.turn, sequence.request.order, sequence.choice
+    """By which those of one key go."""
+    request = sequence.request
+    place = request.submit.place + sequence.choice
+    return request.turn + PASSING * place, request.order, sequence.choice
 
 
 class WaitingLine:
