@@ -16,7 +16,6 @@ import numpy as np
 from cflow.engine.config import EngineConfig, read_share
 from cflow.engine.errors import EngineError, ModelError
 from cflow.engine.expert_uses import read_uses, uses_path, write_uses
-from cflow.engine.messages import ExpertStats
 from cflow.engine.native import ExpertOptions, Model, const
 from cflow.engine.reports import Progress
 
@@ -142,17 +141,12 @@ def weight_bytes(model: Model, *, as_f32: bool) -> int:
 
 
 class Experts:
-    """The expert cache of a loaded model that has one: its counters, its start, its memory."""
+    """The expert cache of a loaded model that has one: its start, its memory."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
         self._path = _find_uses(Path(model.path))
         self._saved_at = time.monotonic()
-
-    def stats(self) -> ExpertStats:
-        """Any thread, any time."""
-        tier = self._model.tier
-        return ExpertStats(**{name: getattr(tier, name) for name in ExpertStats.__struct_fields__})
 
     def warm(self, progress: Progress) -> None:
         """Reads what earlier runs used most. What is long ago counts less each time."""

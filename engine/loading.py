@@ -23,7 +23,7 @@ from cflow.engine.experts import (
     room_for_experts,
 )
 from cflow.engine.layer_memory import fix_weights
-from cflow.engine.messages import Ready
+from cflow.engine.messages import DiskStats, Ready
 from cflow.engine.metadata import parse_metadata
 from cflow.engine.native import Context, ContextOptions, Model, context_memory
 from cflow.engine.native_types import Pick, Row, TokenBytes
@@ -36,13 +36,15 @@ HUGE_PAGES_WANTED = 0.5  # of the weights; below it a note says so
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A context that has made its first token. experts: where some of them stay on disk."""
+    """A context that has made its first token. experts: where some of them stay on disk. disk_stats:
+    of each kind of weights that do, for any thread, any time."""
 
     context: AnyContext
     token_bytes: TokenBytes
     eos_ids: tuple[int, ...]
     ready: Ready
     experts: Experts | None = None
+    disk_stats: Callable[[], dict[str, DiskStats]] = dict
 
 
 Load = Callable[[EngineConfig, Report], Loaded]
@@ -96,7 +98,9 @@ def load(config: EngineConfig, report: Report) -> Loaded:
         **_disk_facts(model),
     )
     metadata = parse_metadata(model.metadata, model.header.n_tokens)
-    return Loaded(context, model.token_bytes, metadata.eos_ids, ready, experts)
+    return Loaded(
+        context, model.token_bytes, metadata.eos_ids, ready, experts, lambda: _disk_stats(model)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +223,18 @@ def _disk_facts(model: Model) -> dict[str, Any]:
         facts |= {
             "n_layers": records.n_records,
             "n_layers_kept": records.n_kept,
+            "n_layer_slots": records.n_slots,
+            "layer_bytes": records.n_slots * records.slot_bytes,
             "layer_step_bytes": records.step_bytes,
         }
     return facts
+
+
+def _disk_stats(model: Model) -> dict[str, DiskStats]:
+    names = DiskStats.__struct_fields__
+    tiers = {"experts": model.tier, "layers": model.layer_tier}
+    return {
+        weights: DiskStats(**{name: getattr(tier, name) for name in names})
+        for weights, tier in tiers.items()
+        if tier is not None
+    }

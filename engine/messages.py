@@ -88,19 +88,20 @@ class Finish(msgspec.Struct, frozen=True, array_like=True):
 TIMED_OUT = Finish("length", "timeout")
 
 
-class ExpertUsage(msgspec.Struct, frozen=True, array_like=True):
-    """What an answer's tokens asked of the expert cache. An expert that several wanted in one step is
-    charged to the first."""
+class DiskUsage(msgspec.Struct, frozen=True, array_like=True):
+    """What an answer's tokens asked of the disk: fields of RowUsage, summed. What several wanted in
+    one step is charged to the first."""
 
-    hits: int = 0
-    misses: int = 0
+    expert_hits: int = 0
+    expert_misses: int = 0
+    layer_reads: int = 0
     disk_bytes: int = 0
     stall_ns: int = 0
 
-    def __add__(self, other: ExpertUsage | None) -> ExpertUsage:
+    def __add__(self, other: DiskUsage | None) -> DiskUsage:
         if other is None:
             return self
-        return ExpertUsage(*map(sum, zip(astuple(self), astuple(other), strict=True)))
+        return DiskUsage(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
 
 class Delta(msgspec.Struct, frozen=True, array_like=True):
@@ -118,8 +119,8 @@ class Delta(msgspec.Struct, frozen=True, array_like=True):
     # Set once, on the first delta of choice 0 (n_cached: prompt tokens that came from the cache).
     n_cached: int | None = None
     prompt_logprobs: tuple[Logprob | None, ...] | None = None
-    # Set with the finish, where experts come from disk.
-    experts: ExpertUsage | None = None
+    # Set with the finish, where weights come from disk.
+    disk: DiskUsage | None = None
 
 
 class Progress(msgspec.Struct, frozen=True, array_like=True):
@@ -171,6 +172,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     expert_io: str = ""  # how the others are read: "direct" or "cached"
     n_layers: int = 0  # where some stay on disk: of all
     n_layers_kept: int = 0  # that are always in memory
+    n_layer_slots: int = 0  # these and what passes through
+    layer_bytes: int = 0  # what that takes, part of resident_bytes
     layer_step_bytes: int = 0  # of the others, read in every step
 
 
@@ -180,8 +183,8 @@ class Loading(msgspec.Struct, frozen=True, tag="loading"):
     total_bytes: int
 
 
-class ExpertStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """Fields of cflow_tier_stats, which explains them."""
+class DiskStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Of a kind of weights that come from disk: fields of cflow_tier_stats, which explains them."""
 
     n_resident: int = 0
     n_loading: int = 0
@@ -226,7 +229,7 @@ class Stats(msgspec.Struct, frozen=True, tag="stats", kw_only=True):
     cancelled_queue: int = 0
     cancelled_prefill: int = 0
     cancelled_decode: int = 0
-    experts: ExpertStats | None = None  # where some stay on disk
+    disk: dict[str, DiskStats] = {}  # of "experts" and "layers", where some stay there
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):

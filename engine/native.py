@@ -435,7 +435,7 @@ def context_memory(model: Model, **options: Unpack[ContextOptions]) -> tuple[int
 
 _ROW = struct.Struct("=7i4x")  # cflow_row
 _PICK = struct.Struct("=4iQ6f4i32x")  # cflow_pick, its four pointers NULL
-_USAGE = struct.Struct("=2I2Q")  # cflow_row_usage
+_USAGE = struct.Struct("=3I4x2Q")  # cflow_row_usage
 _MASK_64 = (1 << 64) - 1
 
 

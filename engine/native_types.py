@@ -213,17 +213,18 @@ class Score(NamedTuple):
 
 
 class RowUsage(NamedTuple):
-    """What a row asked of the expert cache: cflow_row_usage."""
+    """What a row asked of the disk: cflow_row_usage."""
 
     expert_hits: int
     expert_misses: int
+    layer_reads: int
     disk_bytes: int
     stall_ns: int
 
 
 class StepResult(NamedTuple):
     """status: a cflow_status per row. scores: one per SCORE row, in row order. usage: one per row
-    where experts come from disk, else empty."""
+    where weights come from disk, else empty."""
 
     status: list[int]
     scores: list[Score]

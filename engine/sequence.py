@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cflow.engine.kv_blocks import BLOCK, block_key, root_key
-from cflow.engine.messages import ExpertUsage, Logprob, SamplingParams, Submit
+from cflow.engine.messages import DiskUsage, Logprob, SamplingParams, Submit
 from cflow.engine.native_types import Pick, RowUsage
 from cflow.engine.transcript import Transcript
 
@@ -57,7 +57,7 @@ class Sequence:
         "_keys",
         "blocks",
         "choice",
-        "experts",
+        "disk",
         "is_waiting",
         "n_computed",
         "n_prompt",
@@ -81,7 +81,7 @@ class Sequence:
         self.n_registered = 0  # blocks offered to the prefix cache
         self.slot = -1
         self.is_waiting = False  # in the line of waiting.py
-        self.experts: ExpertUsage | None = None  # so far, where some stay on disk
+        self.disk: DiskUsage | None = None  # so far, where weights come from it
         self.transcript = transcript
         self.pick = _pick(request.submit.sampling, choice, self.n_prompt, eos_ids)
         self._keys: list[bytes] = []
@@ -122,8 +122,8 @@ class Sequence:
         return pick
 
     def charge(self, rows: Iterable[RowUsage]) -> None:
-        """What rows of a step asked of the expert cache."""
-        self.experts = ExpertUsage(*map(sum, zip(*rows, strict=True))) + self.experts
+        """What rows of a step asked of the disk."""
+        self.disk = DiskUsage(*map(sum, zip(*rows, strict=True))) + self.disk
 
     def append(self, token: int) -> None:
         self.pick.history = None  # an array that is looked at cannot grow

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from cflow.engine.messages import Stats
 
 GAUGES = ("n_running", "n_waiting", "n_kv_used", "n_kv_blocks")
-EXPERT_GAUGES = ("n_resident", "n_loading", "n_overdue")
+DISK_GAUGES = ("n_resident", "n_loading", "n_overdue")
 
 
 class Totals:
@@ -25,17 +25,16 @@ class Totals:
         self.stats = _sum(self._before, stats)
 
     def end_worker(self) -> None:
-        ended = replace(self.stats, **dict.fromkeys(GAUGES, 0))
-        if ended.experts is not None:
-            experts = replace(ended.experts, **dict.fromkeys(EXPERT_GAUGES, 0))
-            ended = replace(ended, experts=experts)
-        self._before = self.stats = ended
+        disk = {k: replace(s, **dict.fromkeys(DISK_GAUGES, 0)) for k, s in self.stats.disk.items()}
+        self._before = self.stats = replace(self.stats, disk=disk, **dict.fromkeys(GAUGES, 0))
 
 
 def _sum(a: Any, b: Any) -> Any:
-    """Of numbers, of tuples and structs number by number; None counts as nothing."""
+    """Of numbers, of tuples, structs and dicts number by number; what is missing counts as nothing."""
     if a is None or b is None:
         return b if a is None else a
+    if isinstance(a, dict):
+        return {key: _sum(a.get(key), b.get(key)) for key in a | b}
     if isinstance(a, tuple):
         return tuple(x + y for x, y in zip_longest(a, b, fillvalue=0))
     if isinstance(a, msgspec.Struct):

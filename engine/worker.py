@@ -73,7 +73,7 @@ class Worker:
             pace=self._pace,
         )
         self._runner = Runner(loaded.context)
-        self._stats = StatsKeeper(self._scheduler, loaded.context, loaded.experts)
+        self._stats = StatsKeeper(self._scheduler, loaded.context, loaded.disk_stats)
         self._n_requests = 0
         self._drain_deadline: float | None = None
         self._deadlines: list[tuple[float, int]] = []  # of requests, a heap; some have ended
@@ -260,7 +260,7 @@ class Worker:
             finish,
             request.n_cached if is_first else None,
             _prompt_logprobs(request) if is_first else None,
-            sequence.experts if finish is not None else None,
+            sequence.disk if finish is not None else None,
         )
 
     def _end_scoring(self, sequence: Sequence) -> Delta:
@@ -273,7 +273,7 @@ class Worker:
             finish=Finish("length"),
             n_cached=request.n_cached if is_first else None,
             prompt_logprobs=_prompt_logprobs(request) if is_first else None,
-            experts=sequence.experts,
+            disk=sequence.disk,
         )
 
 
@@ -283,7 +283,7 @@ def _time_out(sequence: Sequence) -> Delta:
         sequence.choice,
         text=sequence.transcript.rest(),
         finish=TIMED_OUT,
-        experts=sequence.experts,
+        disk=sequence.disk,
     )
 
 

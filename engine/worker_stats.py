@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable
 
-from cflow.engine.experts import Experts
-from cflow.engine.messages import Line, Stats
+from cflow.engine.messages import DiskStats, Line, Stats
 from cflow.engine.runner import Context
 from cflow.engine.scheduler import Scheduler
 
@@ -18,10 +18,15 @@ class StatsKeeper:
     """Totals and gauges for the front end, at most ten times a second, and once more when idle; who
     waits, at most once a second."""
 
-    def __init__(self, scheduler: Scheduler, context: Context, experts: Experts | None) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        context: Context,
+        disk_stats: Callable[[], dict[str, DiskStats]],
+    ) -> None:
         self._scheduler = scheduler
         self._context = context
-        self._experts = experts
+        self._disk_stats = disk_stats
         self.cancelled: Counter[str] = Counter()
         self._n_steps = 0
         self._step_s = 0.0
@@ -75,5 +80,5 @@ class StatsKeeper:
             cancelled_queue=self.cancelled["queue"],
             cancelled_prefill=self.cancelled["prefill"],
             cancelled_decode=self.cancelled["decode"],
-            experts=self._experts.stats() if self._experts else None,
+            disk=self._disk_stats(),
         )

@@ -8,7 +8,7 @@ from contextlib import aclosing
 
 from cflow.engine.engine import Answer
 from cflow.engine.errors import EngineError
-from cflow.engine.messages import TIMED_OUT, Delta, ExpertUsage, Progress
+from cflow.engine.messages import TIMED_OUT, Delta, DiskUsage, Progress
 from cflow.server.records import AnswerRecord, progress_of, timings_of
 
 Events = AsyncGenerator[tuple[int, Delta | Progress], None]  # prompt index, what came for it
@@ -35,7 +35,7 @@ class Generation:
         self.n_deferred = n_deferred
         self.n_completion = 0
         self.n_cached = 0
-        self.experts: ExpertUsage | None = None  # of the choices that have finished
+        self.disk: DiskUsage | None = None  # of the choices that have finished
         self.is_cancelled = False
 
     def cancel(self) -> None:
@@ -93,8 +93,8 @@ class Generation:
             raise EngineError("timeout", "timeout_s was over before there was a token")
         self.n_completion += len(delta.tokens)
         self.n_cached += delta.n_cached or 0
-        if delta.experts is not None:
-            self.experts = delta.experts + self.experts
+        if delta.disk is not None:
+            self.disk = delta.disk + self.disk
         if delta.finish is not None:
             self._n_open -= 1
 

@@ -22,7 +22,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
 from cflow.engine.engine import Engine
-from cflow.engine.messages import ExpertStats, Ready
+from cflow.engine.messages import DiskStats
 from cflow.server.meter import Meter
 
 FIRST_TOKEN_S = (
@@ -41,6 +41,7 @@ CHOICES = (1, 2, 5, 10, 20)
 LABELS = ("model_name", "engine")
 ENGINE = "0"
 FINISHED_REASONS = ("stop", "length", "abort", "error")
+FAULT_KINDS = ("io", "cut", "altered", "timed_out")
 REJECTION_REASONS = ("queue_full", "loading", "restarting", "stuck", "draining")
 Family = type[CounterMetricFamily] | type[GaugeMetricFamily]
 
@@ -154,7 +155,7 @@ class EngineCollector(Collector):
         yield from self._totals()
         yield from self._gauges()
         yield self._memory()
-        yield from self._experts()
+        yield from self._disk()
 
     def _totals(self) -> Iterator[Metric]:
         stats = self._engine.stats
@@ -219,22 +220,57 @@ class EngineCollector(Collector):
         text = "Memory of the worker."
         return self._by(GaugeMetricFamily, "cflow_memory_bytes", text, "kind", n_bytes)
 
-    def _experts(self) -> Iterator[Metric]:
-        """Zeros where all experts stay in memory."""
-        experts, ready = self._engine.stats.experts or ExpertStats(), self._engine.ready
-        yield from self._expert_totals(experts)
-        faults = {k: getattr(experts, f"failed_{k}") for k in ("io", "cut", "altered", "timed_out")}
-        text = "Reads of experts that failed, by kind."
-        yield self._by(CounterMetricFamily, "cflow_expert_faults", text, "kind", faults)
-        yield from self._expert_gauges(experts, ready)
-        yield self._ghosts(experts)
+    def _disk(self) -> Iterator[Metric]:
+        """Zeros where all weights stay in memory."""
+        found, ready = self._engine.stats.disk, self._engine.ready
+        tiers = {weights: found.get(weights, DiskStats()) for weights in ("experts", "layers")}
+        yield from self._reads(tiers)
+        experts, layers = tiers.values()
+        n_slots, capacity = (ready.n_expert_slots, ready.expert_bytes) if ready else (0, 0)
+        yield from self._cache("expert", experts, n_slots, capacity)
+        n_slots, capacity = (ready.n_layer_slots, ready.layer_bytes) if ready else (0, 0)
+        yield from self._cache("layer", layers, n_slots, capacity)
+        yield from self._experts(experts)
+        reads = ("cflow_layer_reads", layers.misses, "Layers wanted and not in memory.")
+        yield from self._plain(CounterMetricFamily, reads)
+
+    def _reads(self, tiers: Mapping[str, DiskStats]) -> Iterator[Metric]:
+        """By kind of weights."""
+        for kind, name, field, text in (
+            (
+                CounterMetricFamily,
+                "read_bytes",
+                "disk_bytes",
+                "Bytes read, but for the warm start.",
+            ),
+            (GaugeMetricFamily, "inflight", "n_loading", "Reads in flight."),
+            (GaugeMetricFamily, "overdue", "n_overdue", "Reads that exceed the time-out."),
+        ):
+            values = {weights: getattr(tier, field) for weights, tier in tiers.items()}
+            yield self._by(kind, f"cflow_disk_{name}", text, "weights", values)
         family = HistogramMetricFamily(
-            "cflow_disk_read_seconds", "Time a read of an expert took.", labels=LABELS
+            "cflow_disk_read_seconds", "Time a read took.", labels=(*LABELS, "weights")
         )
-        family.add_metric(self._labels, _buckets(experts.latencies), experts.read_ns / 1e9)
+        for weights, tier in tiers.items():
+            buckets = _buckets(tier.latencies)
+            family.add_metric((*self._labels, weights), buckets, tier.read_ns / 1e9)
         yield family
 
-    def _expert_totals(self, experts: ExpertStats) -> Iterator[Metric]:
+    def _cache(self, what: str, tier: DiskStats, n_slots: int, capacity: int) -> Iterator[Metric]:
+        """What is told alike of experts and of layers."""
+        used = tier.n_resident * (capacity // n_slots) if n_slots else 0
+        yield from self._plain(
+            GaugeMetricFamily,
+            (f"cflow_{what}_cache_bytes", used, f"Memory that holds {what}s."),
+            (f"cflow_{what}_cache_capacity_bytes", capacity, f"Memory for {what}s."),
+        )
+        stall_s, text = tier.stall_ns / 1e9, f"Time steps slept for {what}s."
+        yield from self._plain(CounterMetricFamily, (f"cflow_{what}_stall_seconds", stall_s, text))
+        faults = {kind: getattr(tier, f"failed_{kind}") for kind in FAULT_KINDS}
+        text = f"Reads of {what}s that failed, by kind."
+        yield self._by(CounterMetricFamily, f"cflow_{what}_faults", text, "kind", faults)
+
+    def _experts(self, experts: DiskStats) -> Iterator[Metric]:
         yield from self._plain(
             CounterMetricFamily,
             ("cflow_expert_cache_hits", experts.hits, "Experts wanted and in memory."),
@@ -245,31 +281,16 @@ class EngineCollector(Collector):
             ("cflow_expert_prefetch_late", experts.late, "Experts read ahead too late."),
             ("cflow_expert_prefetch_wasted", experts.wasted, "Experts read ahead in vain."),
             ("cflow_expert_extra_reads", experts.extra_reads, "Experts read twice for one use."),
-            ("cflow_expert_stall_seconds", experts.stall_ns / 1e9, "Time steps slept for experts."),
             ("cflow_expert_warm_bytes", experts.warm_bytes, "Bytes of experts read to start warm."),
-            ("cflow_disk_read_bytes", experts.disk_bytes, "Bytes of experts read once warm."),
         )
-
-    def _ghosts(self, experts: ExpertStats) -> Metric:
         wanted = experts.hits + experts.misses
         hits = {"2x": experts.ghost_hits_2x, "4x": experts.ghost_hits_4x}
-        return self._by(
+        yield self._by(
             GaugeMetricFamily,
             "cflow_expert_ghost_hit_ratio",
             "Share of experts wanted, since the start, that a larger cache would have held, 0 to 1.",
             "budget",
             {budget: n / wanted if wanted else 0.0 for budget, n in hits.items()},
-        )
-
-    def _expert_gauges(self, experts: ExpertStats, ready: Ready | None) -> Iterator[Metric]:
-        capacity = ready.expert_bytes if ready else 0
-        slot_bytes = capacity // ready.n_expert_slots if ready and ready.n_expert_slots else 0
-        yield from self._plain(
-            GaugeMetricFamily,
-            ("cflow_expert_cache_bytes", experts.n_resident * slot_bytes, "Experts in memory."),
-            ("cflow_expert_cache_capacity_bytes", capacity, "Memory for experts."),
-            ("cflow_disk_inflight", experts.n_loading, "Reads of experts in flight."),
-            ("cflow_disk_overdue", experts.n_overdue, "Reads of experts that exceed the time-out."),
         )
 
 

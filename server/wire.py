@@ -8,7 +8,7 @@ from uuid import uuid4
 
 import msgspec
 
-from cflow.engine.messages import ExpertUsage
+from cflow.engine.messages import DiskUsage
 from cflow.server.generation import Generation
 from cflow.server.schemas import Sampling, StreamOptions
 
@@ -23,22 +23,19 @@ def usage(generation: Generation) -> dict[str, Any]:
         "total_tokens": generation.n_prompt + generation.n_completion,
         "prompt_tokens_details": {"cached_tokens": generation.n_cached},
         "completion_tokens_details": {"reasoning_tokens": 0},
-        **_expert_usage(generation.experts),
+        **_disk_usage(generation.disk),
         **({"moe_top_k": generation.n_experts} if generation.n_experts else {}),
         **({"deferred_experts": generation.n_deferred} if generation.n_deferred else {}),
     }
 
 
-def _expert_usage(experts: ExpertUsage | None) -> dict[str, Any]:
-    """Where experts come from disk."""
-    if experts is None:
+def _disk_usage(disk: DiskUsage | None) -> dict[str, Any]:
+    """Where weights come from disk."""
+    if disk is None:
         return {}
-    return {
-        "expert_hits": experts.hits,
-        "expert_misses": experts.misses,
-        "disk_bytes": experts.disk_bytes,
-        "stall_ms": experts.stall_ns / 1e6,
-    }
+    fields = msgspec.structs.asdict(disk)
+    stall_ms = fields.pop("stall_ns") / 1e6
+    return fields | {"stall_ms": stall_ms}
 
 
 class Envelope:

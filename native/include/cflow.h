@@ -471,15 +471,17 @@ const float *cflow_ctx_logits(const cflow_ctx *ctx, int32_t row);
  * inside it"; "layer 3: .." where it is the layer's own weights. Empty for any other row. */
 void cflow_ctx_row_error(const cflow_ctx *ctx, int32_t row, cflow_error *out);
 
-typedef struct { /* what a row asked of the expert cache; an expert is charged to the first row that
-                    chose it */
+typedef struct { /* what a row asked of the disk; an expert is charged to the first row that chose
+                    it, a layer to the step's first */
     uint32_t expert_hits;
     uint32_t expert_misses;
-    uint64_t disk_bytes; /* of the misses */
+    uint32_t layer_reads; /* with weights_memory: layers wanted that were not in memory */
+    uint32_t reserved;
+    uint64_t disk_bytes; /* of misses and layer_reads */
     uint64_t stall_ns;   /* how long the step slept for their sake */
 } cflow_row_usage;
 
-/* (n_rows,) of the last step. NULL without an expert cache. */
+/* (n_rows,) of the last step. NULL where all weights are resident. */
 const cflow_row_usage *cflow_ctx_usage(const cflow_ctx *ctx);
 
 typedef struct {

@@ -130,10 +130,10 @@ static size_t most_wanted(const cflow_model *m) {
 static void lay_tier(cflow_ctx *ctx, layout *l) {
     const cflow_model *m = ctx->model;
     const size_t rows = (size_t)ctx->options.max_rows;
-    if (m->tier || m->ring) ctx->faults = take(l, rows, sizeof *ctx->faults);
-    if (!m->tier) return;
-    ctx->wanted = take(l, most_wanted(m), sizeof *ctx->wanted + 1);
+    if (!m->tier && !m->ring) return;
+    ctx->faults = take(l, rows, sizeof *ctx->faults);
     ctx->usage = take(l, rows, sizeof *ctx->usage);
+    if (m->tier) ctx->wanted = take(l, most_wanted(m), sizeof *ctx->wanted + 1);
 }
 
 static void lay_rest(cflow_ctx *ctx, layout *l) {

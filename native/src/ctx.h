@@ -96,9 +96,9 @@ struct cflow_ctx {
     float *score_logits; /* (SCORE_ROWS, vocab_ld) */
     size_t vocab_ld;
     int32_t *logit_of_row;  /* (max_rows,) row of logits, -1: none */
-    uint32_t *wanted;       /* and the next only where experts are on disk: what a wave waits for */
-    cflow_row_usage *usage; /* (max_rows,) */
-    row_fault *faults;      /* (max_rows,) where any weights are on disk */
+    uint32_t *wanted;       /* where experts are on disk: what a wave waits for */
+    cflow_row_usage *usage; /* (max_rows,) and the next where any weights are on disk */
+    row_fault *faults;      /* (max_rows,) */
     uint8_t *scratch;       /* (n_threads, scratch_bytes) */
     size_t scratch_bytes;
     share *shares; /* (n_threads,) */
@@ -190,6 +190,9 @@ int waves_wait(cflow_ctx *ctx, uint32_t phase);
 uint32_t waves_end(cflow_ctx *ctx, uint32_t phase);
 /* The step ends before `phase`: unpins and withdraws everything. */
 void waves_abandon(cflow_ctx *ctx, uint32_t phase);
+
+/* For what a step sleeps. */
+uint64_t now_ns(void);
 
 /* ring.c, by one thread between two phases, where the weights of layers are on disk. */
 

@@ -299,8 +299,14 @@ void ring_unpin(const cflow_model *m, uint32_t tensor) {
 
 /* ---- in the step ---- */
 
+static void demand(ring *r, layer_use *use) {
+    uint8_t missed;
+    tier_demand(r->tier, &use->record, 1, &missed);
+    use->is_missed = missed;
+}
+
 static void demand_next(ring *r) {
-    tier_demand(r->tier, &r->uses[r->next].record, 1, NULL);
+    demand(r, &r->uses[r->next]);
     r->next = (r->next + 1) % r->n_uses;
 }
 
@@ -318,10 +324,18 @@ static void fail_rows(cflow_ctx *ctx, uint32_t layer, tier_result result) {
 static tier_result wait_for(cflow_ctx *ctx, uint32_t record) {
     uint32_t which;
     const uint8_t *bytes;
+    const uint64_t began = now_ns();
     const tier_result result =
         tier_acquire(ctx->model->ring->tier, &record, 1, &ctx->cancelled, &which, &bytes);
+    ctx->usage[0].stall_ns += now_ns() - began;
     atomic_fetch_add(&ctx->stage_count, 1);
     return result;
+}
+
+static void charge(cflow_ctx *ctx, const layer_use *use) {
+    if (!use->is_missed) return;
+    ctx->usage[0].layer_reads++;
+    ctx->usage[0].disk_bytes += ctx->model->ring->records[use->record].bytes;
 }
 
 static int pin_use(cflow_ctx *ctx, layer_use *use) {
@@ -329,9 +343,10 @@ static int pin_use(cflow_ctx *ctx, layer_use *use) {
     tier_result result = wait_for(ctx, use->record);
     if (result && result != TIER_CANCELLED && use < r->uses + r->n_passing) {
         /* It was read ahead, maybe long ago: the disk may be well again. */
-        tier_demand(r->tier, &use->record, 1, NULL);
+        demand(r, use);
         result = wait_for(ctx, use->record);
     }
+    charge(ctx, use);
     use->is_pinned = result == TIER_OK;
     if (result == TIER_CANCELLED)
         ctx->step.cancelled = 1;

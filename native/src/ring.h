@@ -28,6 +28,7 @@ typedef struct { /* a record's use by the plan: in stages first to last it is pi
     uint32_t pass;  /* how many earlier layers use the block of `layer` */
     uint32_t layer; /* that reads it first */
     uint32_t first, last;
+    int is_missed; /* demanded while it was not there */
     int is_pinned;
 } layer_use;
 

@@ -121,7 +121,7 @@ static void lose(cflow_ctx *ctx, const op *o, groups *g, uint32_t index, tier_re
 
 /* ---- waiting ---- */
 
-static uint64_t now_ns(void) {
+uint64_t now_ns(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (uint64_t)t.tv_sec * 1000000000 + (uint64_t)t.tv_nsec;

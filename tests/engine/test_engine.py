@@ -413,11 +413,11 @@ async def test_an_expert_that_cannot_be_read_fails_its_request_by_name() -> None
         for choice in (0, 1):
             *unfinished, last = deltas[choice]
             assert tokens_of(deltas[choice]) == continuation(PROMPT, sampling, choice)
-            assert not any(delta.experts for delta in unfinished)
-            usage = last.experts
+            assert not any(delta.disk for delta in unfinished)
+            usage = last.disk
             assert usage is not None
             n_computed = 11 + (len(PROMPT) if choice == 0 else 0)
-            assert (usage.misses, usage.disk_bytes) == (n_computed, 4096 * n_computed)
+            assert (usage.expert_misses, usage.disk_bytes) == (n_computed, 4096 * n_computed)
 
 
 async def test_requests_that_the_disk_fails_in_a_row_show(monkeypatch: pytest.MonkeyPatch) -> None:

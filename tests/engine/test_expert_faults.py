@@ -14,7 +14,7 @@ from cflow.engine.config import EngineConfig
 from cflow.engine.engine import Engine
 from cflow.engine.errors import EngineError
 from cflow.engine.experts import ExpertBank
-from cflow.engine.messages import Delta, ExpertStats, SamplingParams
+from cflow.engine.messages import Delta, DiskStats, SamplingParams
 from cflow.engine.native import Context, Model
 from oracles import running as native
 from oracles.random_model import VOCAB_SIZE, RandomModel
@@ -240,11 +240,11 @@ def write_at(file: Path, place: int, data: bytes) -> None:
         out.write(data)
 
 
-async def stats_where(engine: Engine, condition: Callable[[ExpertStats], bool]) -> ExpertStats:
+async def stats_where(engine: Engine, condition: Callable[[DiskStats], bool]) -> DiskStats:
     """Those told once the condition holds and nothing runs."""
     async with asyncio.timeout(20):
         while True:
-            experts = engine.stats.experts
+            experts = engine.stats.disk.get("experts")
             if experts is not None and condition(experts) and not engine.stats.n_running:
                 return experts
             await asyncio.sleep(0.02)

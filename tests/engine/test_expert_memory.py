@@ -70,12 +70,12 @@ async def test_memory_stays_within_weights_budget_and_keys_and_values(
         ready = await engine.wait_ready()
         sampling = SamplingParams(max_tokens=24, temperature=1, seed=1, ignore_eos=True)
         answer = engine.submit(TOKENS, sampling=sampling)
-        usage = [event.experts async for event in answer if isinstance(event, Delta)][-1]
+        usage = [event.disk async for event in answer if isinstance(event, Delta)][-1]
         most = 1024 * int(field(f"/proc/{ready.pid}/status", "VmHWM").split()[0])
     finally:
         await engine.close()
     assert usage is not None
-    assert usage.disk_bytes == usage.misses * RECORD > BANK // 2
+    assert usage.disk_bytes == usage.expert_misses * RECORD > BANK // 2
     assert budget < most < bound
 
 

@@ -170,6 +170,5 @@ def test_without_a_folder_to_keep_them_experts_are_served_all_the_same(
     experts = Experts(Model(str(path), experts={"cache": slots}))
     experts.warm(lambda *_: None)
     experts.save(at_once=True)
-    assert experts.stats().warm_bytes == 0
     assert "its uses are not kept: cannot make the cache folder" in caplog.text
     assert len(caplog.records) == 1

@@ -12,6 +12,7 @@ import pytest
 
 from cflow.engine import native
 from cflow.engine.errors import EngineError, ModelError
+from cflow.engine.messages import DiskUsage
 from cflow.engine.native import Context, Model, NativeError, Pick, Row, const
 from oracles.random_model import EXPERTS, VOCAB_SIZE, RandomModel
 from oracles.running import opened, rows, step
@@ -83,7 +84,8 @@ def test_a_row_has_the_order_of_the_struct() -> None:
     in_c = [name for name, _ in native.ffi.typeof("cflow_row").fields]
     assert [*Row._fields, "reserved"] == in_c
     in_c = [name for name, _ in native.ffi.typeof("cflow_row_usage").fields]
-    assert [*native.RowUsage._fields] == in_c
+    assert [*native.RowUsage._fields] == [name for name in in_c if name != "reserved"]
+    assert native.RowUsage._fields == DiskUsage.__struct_fields__
 
 
 def test_pack_fills_with_zeros_and_refuses_unknown_fields() -> None:

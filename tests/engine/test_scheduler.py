@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cflow.engine.batch import Batch
-from cflow.engine.messages import ExpertUsage, SamplingParams, Submit
+from cflow.engine.messages import DiskUsage, SamplingParams, Submit
 from cflow.engine.pace import Pace
 from cflow.engine.runner import Runner
 from cflow.engine.scheduler import Scheduler, share_rows
@@ -485,12 +485,13 @@ def test_a_fault_while_decoding_leaves_only_what_was_right_in_the_cache() -> Non
 
 
 def test_an_answer_is_charged_for_its_rows() -> None:
-    """The toy's rows hit as often as their position says, miss once, and stall 1000 ns."""
+    """The toy's rows hit as often as their position says, miss once, read two layers, and
+    stall 1000 ns."""
     machine = Machine(max_rows=16)
     id = machine.submit(prompt(40), SamplingParams(max_tokens=3, ignore_eos=True))
     sequence = machine.requests[id].sequences[0]
     machine.run()
-    assert sequence.experts == ExpertUsage(sum(range(42)), 42, 42 * 4096, 42 * 1000)
+    assert sequence.disk == DiskUsage(sum(range(42)), 42, 84, 42 * 4096, 42 * 1000)
 
 
 # ---- memory runs out ----

@@ -1,6 +1,6 @@
 """Counters over the lives of several workers."""
 
-from cflow.engine.messages import ExpertStats, Stats
+from cflow.engine.messages import DiskStats, Stats
 from cflow.engine.totals import Totals
 
 
@@ -17,12 +17,14 @@ def test_totals_go_on_where_the_last_worker_ended() -> None:
     assert totals.stats.steps == 10
 
 
-def test_experts_count_on_as_well() -> None:
+def test_what_disks_did_counts_on_as_well() -> None:
     totals = Totals()
-    totals.update(Stats(experts=ExpertStats(hits=4, n_resident=9, latencies=(1, 2))))
+    totals.update(Stats(disk={"experts": DiskStats(hits=4, n_resident=9, latencies=(1, 2))}))
     totals.end_worker()
-    assert totals.stats == Stats(experts=ExpertStats(hits=4, latencies=(1, 2)))
+    assert totals.stats == Stats(disk={"experts": DiskStats(hits=4, latencies=(1, 2))})
     totals.update(Stats(steps=1))
-    assert totals.stats == Stats(steps=1, experts=ExpertStats(hits=4, latencies=(1, 2)))
-    totals.update(Stats(experts=ExpertStats(hits=1, n_resident=3, latencies=(0, 5, 7))))
-    assert totals.stats.experts == ExpertStats(hits=5, n_resident=3, latencies=(1, 7, 7))
+    assert totals.stats == Stats(steps=1, disk={"experts": DiskStats(hits=4, latencies=(1, 2))})
+    experts = DiskStats(hits=1, n_resident=3, latencies=(0, 5, 7))
+    totals.update(Stats(disk={"experts": experts, "layers": DiskStats(misses=2, n_loading=1)}))
+    assert totals.stats.disk["experts"] == DiskStats(hits=5, n_resident=3, latencies=(1, 7, 7))
+    assert totals.stats.disk["layers"] == DiskStats(misses=2, n_loading=1)

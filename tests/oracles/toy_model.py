@@ -94,7 +94,7 @@ class ToyContext:
         self.stage_count += 1
         self.read_bytes += 1000
         self.n_rows.append(len(rows))
-        usage = [RowUsage(row.position, 1, 4096, 1000) for row in rows]
+        usage = [RowUsage(row.position, 1, 2, 4096, 1000) for row in rows]
         return StepResult(self._status(rows), scores, usage)
 
     def _status(self, rows: Sequence[Row]) -> list[int]:

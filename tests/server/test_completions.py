@@ -12,7 +12,7 @@ from live import Live, error_of, events
 from msgspec.structs import replace
 
 from cflow.engine.errors import CflowError
-from cflow.engine.messages import Delta, ExpertUsage, Finish, Progress
+from cflow.engine.messages import Delta, DiskUsage, Finish, Progress
 from cflow.server.app import create_app
 from cflow.server.config import server_config
 from cflow.server.routes import completions
@@ -70,13 +70,13 @@ def test_usage_chunk_comes_only_when_asked_and_last(live: Live) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_usage_tells_what_experts_cost(live: Live, stream: bool) -> None:
-    """Every choice of every prompt, where experts come from disk."""
+def test_usage_tells_what_the_disk_cost(live: Live, stream: bool) -> None:
+    """Every choice of every prompt, where weights come from disk."""
 
     async def charged(call: Call) -> AsyncIterator[Delta | Progress]:
         async for event in shout(call):
             if isinstance(event, Delta) and event.finish is not None:
-                event = replace(event, experts=ExpertUsage(10, 2, 8192, 1_500_000))
+                event = replace(event, disk=DiskUsage(10, 2, 3, 8192, 1_500_000))
             yield event
 
     assert "expert_hits" not in live.complete(prompt="ab").json()["usage"]
@@ -85,6 +85,7 @@ def test_usage_tells_what_experts_cost(live: Live, stream: bool) -> None:
     response = live.complete(prompt=["ab", "c"], n=2, stream=stream, **options)
     usage = (events(response)[-1] if stream else response.json())["usage"]
     assert (usage["expert_hits"], usage["expert_misses"]) == (40, 8)
+    assert usage["layer_reads"] == 12
     assert (usage["disk_bytes"], usage["stall_ms"]) == (4 * 8192, 6.0)
     assert "deferred_experts" not in usage
 

@@ -11,7 +11,7 @@ from fake_engine import READY, FakeEngine
 from live import Live
 from prometheus_client.parser import text_string_to_metric_families
 
-from cflow.engine.messages import ExpertStats, Stats
+from cflow.engine.messages import DiskStats, Stats
 from cflow.server.metrics import token_buckets
 
 MODEL = 'engine="0",model_name="fake/model"'
@@ -46,7 +46,10 @@ def test_every_name_is_there_from_the_first_second(serve: Any) -> None:
         "cflow_expert_prefetch_issued", "cflow_expert_prefetch_useful",
         "cflow_expert_prefetch_late", "cflow_expert_prefetch_wasted",
         "cflow_expert_stall_seconds", "cflow_expert_faults", "cflow_disk_read_bytes",
-        "cflow_disk_read_seconds", "cflow_disk_inflight", "cflow_expert_ghost_hit_ratio",
+        "cflow_disk_read_seconds", "cflow_disk_inflight", "cflow_disk_overdue",
+        "cflow_layer_reads", "cflow_layer_stall_seconds", "cflow_layer_faults",
+        "cflow_layer_cache_bytes", "cflow_layer_cache_capacity_bytes",
+        "cflow_expert_extra_reads", "cflow_expert_warm_bytes", "cflow_expert_ghost_hit_ratio",
         "cflow_memory_bytes", "http_requests", "http_request_duration_seconds",
     }  # fmt: skip
     reasons = {s.labels["finished_reason"] for s in found["vllm:request_success"].samples}
@@ -71,35 +74,48 @@ def test_a_request_is_counted(serve: Any) -> None:
     assert live.metric(f"http_requests_total{handler}") == 2
 
 
-def test_the_expert_cache_is_accounted_for(serve: Any) -> None:
+def test_the_disk_is_accounted_for(serve: Any) -> None:
     live: Live = serve()
     live.engine.ready = msgspec.structs.replace(
-        READY, resident_bytes=1000, n_experts=100, n_expert_slots=10, expert_bytes=400
-    )
-    live.engine.stats = Stats(
-        experts=ExpertStats(
-            hits=1, misses=3, evictions=3, speculated=4, useful=5, late=6, wasted=7, disk_bytes=8,
-            n_resident=9, n_loading=2, stall_ns=1_500_000_000, read_ns=2_000_000_000, failed_cut=1,
-            latencies=(5, 0, 2, 1), ghost_hits_2x=1, ghost_hits_4x=3,
-        )
+        READY, resident_bytes=1000, n_experts=100, n_expert_slots=10, expert_bytes=400,
+        n_layer_slots=4, layer_bytes=200,
     )  # fmt: skip
+    experts = DiskStats(
+        hits=1, misses=3, evictions=3, speculated=4, useful=5, late=6, wasted=7, disk_bytes=8,
+        n_resident=9, n_loading=2, stall_ns=1_500_000_000, read_ns=2_000_000_000, failed_cut=1,
+        latencies=(5, 0, 2, 1), ghost_hits_2x=1, ghost_hits_4x=3,
+    )  # fmt: skip
+    layers = DiskStats(
+        misses=30, disk_bytes=80, n_resident=3, n_loading=1, n_overdue=1, stall_ns=500_000_000,
+        read_ns=4_000_000_000, failed_timed_out=2, latencies=(0, 6),
+    )  # fmt: skip
+    live.engine.stats = Stats(disk={"experts": experts, "layers": layers})
     wanted = {
         "cflow_expert_cache_hits_total": 1, "cflow_expert_cache_misses_total": 3,
         "cflow_expert_evictions_total": 3, "cflow_expert_prefetch_issued_total": 4,
         "cflow_expert_prefetch_useful_total": 5, "cflow_expert_prefetch_late_total": 6,
-        "cflow_expert_prefetch_wasted_total": 7, "cflow_disk_read_bytes_total": 8,
-        "cflow_expert_stall_seconds_total": 1.5, "cflow_expert_cache_bytes": 360,
-        "cflow_expert_cache_capacity_bytes": 400, "cflow_disk_inflight": 2,
-        "cflow_disk_read_seconds_count": 8, "cflow_disk_read_seconds_sum": 2,
+        "cflow_expert_prefetch_wasted_total": 7, "cflow_expert_stall_seconds_total": 1.5,
+        "cflow_expert_cache_bytes": 360, "cflow_expert_cache_capacity_bytes": 400,
+        "cflow_layer_reads_total": 30, "cflow_layer_stall_seconds_total": 0.5,
+        "cflow_layer_cache_bytes": 150, "cflow_layer_cache_capacity_bytes": 200,
     }  # fmt: skip
     assert {name: live.metric(f"{name}{{{MODEL}}}") for name in wanted} == wanted
+    by_weights = {
+        "cflow_disk_read_bytes_total": (8, 80), "cflow_disk_inflight": (2, 1),
+        "cflow_disk_overdue": (0, 1), "cflow_disk_read_seconds_count": (8, 6),
+        "cflow_disk_read_seconds_sum": (2, 4),
+    }  # fmt: skip
+    for name, values in by_weights.items():
+        for weights, value in zip(("experts", "layers"), values, strict=True):
+            assert live.metric(f'{name}{{{MODEL},weights="{weights}"}}') == value
     by_bound = {"6.4e-05": 5, "0.000128": 5, "0.000256": 7, "+Inf": 8}
     for bound, count in by_bound.items():
-        labels = f'engine="0",le="{bound}",model_name="fake/model"'
+        labels = f'engine="0",le="{bound}",model_name="fake/model",weights="experts"'
         assert live.metric(f"cflow_disk_read_seconds_bucket{{{labels}}}") == count
-    for kind, value in {"io": 0, "cut": 1, "altered": 0, "timed_out": 0}.items():
-        labels = f'engine="0",kind="{kind}",model_name="fake/model"'
-        assert live.metric(f"cflow_expert_faults_total{{{labels}}}") == value
+    for what, counts in {"expert": (0, 1, 0, 0), "layer": (0, 0, 0, 2)}.items():
+        for kind, value in zip(("io", "cut", "altered", "timed_out"), counts, strict=True):
+            labels = f'engine="0",kind="{kind}",model_name="fake/model"'
+            assert live.metric(f"cflow_{what}_faults_total{{{labels}}}") == value
     for budget, value in {"2x": 0.25, "4x": 0.75}.items():
         labels = f'budget="{budget}",engine="0",model_name="fake/model"'
         assert live.metric(f"cflow_expert_ghost_hit_ratio{{{labels}}}") == value
