@@ -15,6 +15,7 @@ from cflow.engine.errors import CflowError
 
 PREFIX = "CFLOW_"
 DEFAULT_MODEL = "smollm2-135m"
+MOST_BYTES = 1 << 50
 
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
@@ -22,31 +23,33 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 
 def read_size(value: object) -> int:
     """Bytes: a number, or text like 512M, 2GiB, 1.5G (powers of 1024)."""
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value
-    match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
+    text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    match = _SIZE.fullmatch(text.strip()) if isinstance(text, str) else None
     if match is None:
         raise ValueError("is not a size such as 512M or 2GiB")
     number, unit = match.groups()
     size = float(number) * (1 << _UNITS[unit.upper()])
-    if math.isinf(size):
-        raise ValueError("is more than any machine has")
+    if size > MOST_BYTES:
+        raise ValueError(f"is more than any machine has: at most {MOST_BYTES:,} bytes are taken")
     return int(size)
 
 
 def read_limit(value: object) -> int:
     if not (limit := read_size(value)):
-        raise ValueError("would let nothing through")
+        raise ValueError("must be above 0")
     return limit
 
 
 def read_share_or_size(value: object) -> int | str:
     """Bytes, or a percentage as it stands."""
     text = value.replace(" ", "") if isinstance(value, str) else ""
+    if isinstance(value, int) or _SIZE.fullmatch(text):
+        return read_limit(value)
     try:
-        return text if text.endswith("%") and read_share(text) else read_limit(value)
+        read_share(text)
     except ValueError:
         raise ValueError("is neither a size such as 8GiB nor a percentage such as 25%") from None
+    return text
 
 
 def read_count(value: object) -> int:

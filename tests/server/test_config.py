@@ -74,7 +74,8 @@ def test_every_key_has_an_environment_name() -> None:
         ("cors_origins", ""), ("moe_top_k", 0),
         ("ping", 0), ("ping", "nan"), ("drain_timeout", "inf"), ("access_log", "maybe"),
         ("host", ""), ("host", 5), ("nope", 1), ("max_body", 0),
-        ("kv_memory", "9" * 400), ("expert_cache", "9" * 400), ("defer_experts", "-1"),
+        ("kv_memory", "9" * 400), ("expert_cache", "9" * 400), ("expert_cache", 1 << 60),
+        ("expert_cache", "1000000TiB"), ("weights_memory", "0"), ("defer_experts", "-1"),
     ],
 )  # fmt: skip
 def test_bad_values_name_source_key_and_value(tmp_path: Path, key: str, value: Any) -> None:
