@@ -147,6 +147,7 @@ class Experts:
         self._model = model
         self._path = _find_uses(Path(model.path))
         self._saved_at = time.monotonic()
+        self._trouble: str | None = None  # the last one with keeping uses
 
     def warm(self, progress: Progress) -> None:
         """Reads what earlier runs used most. What is long ago counts less each time."""
@@ -162,10 +163,14 @@ class Experts:
         if self._path is None or (not at_once and now < self._saved_at + SAVE_S):
             return
         self._saved_at = now
+        trouble = None
         try:
             write_uses(self._path, self._model.expert_uses)
         except OSError as error:
-            log.warning("cannot keep %s: %s", self._path, error.strerror)
+            trouble = error.strerror
+        if trouble and trouble != self._trouble:
+            log.warning("cannot keep %s, and will go on trying: %s", self._path, trouble)
+        self._trouble = trouble
 
 
 def _find_uses(model: Path) -> Path | None:

@@ -172,3 +172,21 @@ def test_without_a_folder_to_keep_them_experts_are_served_all_the_same(
     experts.save(at_once=True)
     assert "its uses are not kept: cannot make the cache folder" in caplog.text
     assert len(caplog.records) == 1
+
+
+def test_uses_that_cannot_be_kept_are_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = RandomModel([dict(EXPERTS)]).write(tmp_path / "m.cflow")
+    slots = 3 * ExpertBank.of(Model(str(path), header_only=True)).record_bytes
+    experts = Experts(Model(str(path), experts={"cache": slots}))
+    (folder,) = (tmp_path / "cache").iterdir()
+    for n_told in (1, 2):  # again once it has gone well in between
+        folder.rename(tmp_path / "gone")
+        for _ in range(3):
+            experts.save(at_once=True)
+        assert caplog.text.count("cannot keep") == len(caplog.records) == n_told
+        (tmp_path / "gone").rename(folder)
+        experts.save(at_once=True)
+    assert len(list(folder.iterdir())) == 1
