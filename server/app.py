@@ -69,7 +69,12 @@ def create_app(config: ServerConfig, engine: Engine) -> FastAPI:
             allow_origins=config.cors_origins,
             allow_methods=("GET", "POST"),
             allow_headers=("*",),
-            expose_headers=("Retry-After", "x-should-retry", "x-cflow-ignored-params"),
+            expose_headers=(
+                "Retry-After",
+                "x-request-id",
+                "x-should-retry",
+                "x-cflow-ignored-params",
+            ),
         )
     app.add_middleware(Linger)
     templates = [r.path for router in ROUTERS for r in router.routes if isinstance(r, APIRoute)]

@@ -1,17 +1,28 @@
-"""ASGI middleware: one count and one time per HTTP request, and a line in the access log."""
+"""ASGI middleware: one count, one time and one id per HTTP request, and a line in the access log."""
 
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Iterable
+from uuid import uuid4
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cflow.server.metrics import Metrics
 
+REQUEST_ID = b"x-request-id"
+_ID = re.compile(rb"[!-~]{1,128}")
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 log = logging.getLogger("cflow.access")
+
+
+def _request_id(scope: Scope) -> bytes:
+    """The client's own if it is one that can be repeated, a new one else."""
+    given = (value for name, value in scope["headers"] if name == REQUEST_ID)
+    value: bytes = next(given, b"")
+    return value if _ID.fullmatch(value) else uuid4().hex.encode()
 
 
 class HttpMetrics:
@@ -29,28 +40,30 @@ class HttpMetrics:
         path = getattr(scope.get("route"), "path", scope["path"])
         return path if path in self.templates else "unmatched"
 
-    def _record(self, scope: Scope, status: int, seconds: float) -> None:
+    def _record(self, scope: Scope, status: int, seconds: float, request_id: bytes) -> None:
         handler = self._handler(scope)
         method = scope["method"] if scope["method"] in METHODS else "OTHER"
         self.metrics.http_requests.labels(handler, method, f"{status // 100}xx").inc()
         self.metrics.http_seconds.labels(handler, method).observe(seconds)
         key = scope.get("state", {}).get("key", "-")
-        log.info("%s %s %d %.3fs %s", method, handler, status, seconds, key)
+        text = request_id.decode()
+        log.info("%s %s %d %.3fs %s %s", method, handler, status, seconds, key, text)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        status = 499
+        status, request_id = 499, _request_id(scope)
         started = time.perf_counter()
 
         async def watch(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                message["headers"] = [*message["headers"], (REQUEST_ID, request_id)]
             await send(message)
 
         try:
             await self.app(scope, receive, watch)
         finally:
-            self._record(scope, status, time.perf_counter() - started)
+            self._record(scope, status, time.perf_counter() - started, request_id)

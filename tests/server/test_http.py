@@ -138,6 +138,27 @@ def test_errors_do_not_amplify(live: Live) -> None:
     assert len(ignored.headers["x-cflow-ignored-params"]) < 2000
 
 
+def test_every_answer_has_an_id_and_repeats_the_clients(
+    serve: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="cflow.access")
+    live: Live = serve()
+    for stream in (False, True):
+        headers = {"x-request-id": "job-7/3"}
+        ask = {"prompt": "a", "stream": stream}
+        answer = live.client.post("/v1/completions", json=ask, headers=headers)
+        assert answer.headers["x-request-id"] == "job-7/3"
+    assert "/v1/completions 200" in caplog.text
+    assert "job-7/3" in caplog.text
+    made = [live.complete(prompt="a", n=n).headers["x-request-id"] for n in (0, 1)]
+    odd = ("x" * 129, "a b", "\u00e9")
+    for value in odd:
+        given = {"x-request-id": value.encode("latin-1")}
+        made.append(live.client.get("/live", headers=given).headers["x-request-id"])
+    assert len(set(made)) == 5
+    assert all(len(value) == 32 for value in made)
+
+
 class TestBodySize:
     @pytest.fixture
     def live(self, serve: Any) -> Live:
