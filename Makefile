@@ -14,7 +14,7 @@ ACCURACY := tests/engine/models
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help serve build test test-native test-python test-accuracy bench bench-experts claims soak test-page check format wheel clean
+.PHONY: help serve build test test-native test-python test-accuracy bench bench-experts claims image soak test-page check format wheel clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -74,6 +74,10 @@ claims: $(VENV)/tools $(VENV)/cflow ## Measure the published claims here and wri
 	$(CMAKE) -B build/bench -DCMAKE_BUILD_TYPE=Release -DCFLOW_BENCH=ON
 	$(BIN)/cmake --build build/bench
 	$(BIN)/cflow lab claims $(FLAGS)
+
+image: $(VENV)/tools $(VENV)/cflow ## Build the container image without a Docker engine and try it: root, apt
+	docker/build-here.sh
+	$(BIN)/pytest tests/e2e/test_image.py
 
 build/types:
 	mkdir -p $@/cflow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -103,6 +104,8 @@ def _serve(settings: dict[str, Any]) -> None:
     config = server_config(settings)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s")
     logging.getLogger("cflow.access").disabled = not config.access_log
+    # Until the server has its own: the first process of a container is not ended by default.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     reference = config.engine.model
     listen(config.host, config.port).close()  # a port in use is told before a long download
     if "model" in settings:
