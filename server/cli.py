@@ -18,12 +18,29 @@ from cflow.server.options import engine_flags, read_settings
 from cflow.server.progress import console
 
 app = typer.Typer(
-    help="Serve language models from CPU machines at the speed their memory allows.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from cflow.server.routes.health import version
+
+        print(f"cflow {version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def cflow(
+    show_version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """Serve language models from CPU machines at the speed their memory allows."""
 
 
 @app.command()
