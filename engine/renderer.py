@@ -1,20 +1,14 @@
 """The process that renders chat templates: `python -m cflow.engine.renderer`.
 
-A template comes with the model file and is a program. It runs in jinja2's immutable sandbox, and in
-a process of its own with bounds that no template can get around: CPU and wall time by an alarm that
-kills, memory by a limit of the operating system. Jobs come on stdin, results go to stdout, each a
-frame of u32 length and msgpack.
+A template comes with the model file and is a program: it runs in jinja2's immutable sandbox, and
+that in a jail. The first frame is the template's source; a job is its variables, in msgpack.
 """
 
 from __future__ import annotations
 
 import datetime
 import json
-import resource
-import signal
-import struct
-import sys
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
@@ -23,17 +17,10 @@ import jinja2.parser
 import jinja2.sandbox
 import msgspec
 
+from cflow.engine.jail import answer_jobs
+
 TIME_S = 3.0
-MEMORY_BYTES = 512 << 20  # of address space beyond what the process starts with
 MAX_OUTPUT_CHARS = 16 << 20
-LENGTH = struct.Struct("<I")
-
-
-class Job(msgspec.Struct, frozen=True, array_like=True):
-    """variables: the template's; source: None for the one of the last job."""
-
-    source: str | None
-    variables: dict[str, Any]
 
 
 class Result(msgspec.Struct, frozen=True, array_like=True):
@@ -90,17 +77,18 @@ def _strftime_now(form: str) -> str:
 
 
 class Renderer:
-    def __init__(self) -> None:
-        self._source = ""
+    def __init__(self, source: bytes) -> None:
+        self._source = source.decode()
         self._template: jinja2.Template | None = None
 
-    def render(self, job: Job) -> Result:
-        if job.source is not None:
-            self._source, self._template = job.source, None
+    def answer(self, job: bytes) -> bytes:
+        return msgspec.msgpack.encode(self._render(msgspec.msgpack.decode(job)))
+
+    def _render(self, variables: dict[str, Any]) -> Result:
         try:
             if self._template is None:
                 self._template = environment().from_string(self._source)
-            text = self._template.render(job.variables)
+            text = self._template.render(variables)
         except jinja2.TemplateSyntaxError as error:
             return Result("", f"line {error.lineno}: {error.message}")
         except MemoryError:
@@ -112,39 +100,5 @@ class Renderer:
         return Result(text)
 
 
-def write_frame(stream: BinaryIO, body: bytes) -> None:
-    stream.write(LENGTH.pack(len(body)) + body)
-    stream.flush()
-
-
-def read_frame(stream: BinaryIO) -> bytes | None:
-    """None at the end of the stream."""
-    head = stream.read(LENGTH.size)
-    if len(head) < LENGTH.size:
-        return None
-    (n,) = LENGTH.unpack(head)
-    body = stream.read(n)
-    return body if len(body) == n else None
-
-
-def _limit_memory() -> None:
-    with open("/proc/self/statm") as file:
-        pages = int(file.read().split()[0])
-    limit = pages * resource.getpagesize() + MEMORY_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-
-
-def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _limit_memory()
-    renderer = Renderer()
-    while (body := read_frame(sys.stdin.buffer)) is not None:
-        job = msgspec.msgpack.decode(body, type=Job)
-        signal.setitimer(signal.ITIMER_REAL, TIME_S)  # nobody handles it: the process ends
-        result = renderer.render(job)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        write_frame(sys.stdout.buffer, msgspec.msgpack.encode(result))
-
-
 if __name__ == "__main__":
-    main()
+    answer_jobs(lambda source: Renderer(source).answer, TIME_S)
