@@ -8,6 +8,7 @@ from typing import Any
 
 from cflow.engine.capacity import check_context
 from cflow.engine.config import EngineConfig
+from cflow.engine.grammar import GrammarChecker
 from cflow.engine.metadata import Metadata, parse_metadata
 from cflow.engine.native import Model, const
 from cflow.engine.template import ChatTemplate
@@ -24,6 +25,7 @@ class ModelCard:
     metadata: dict[str, Any]
     tokenizer: Tokenizer
     template: ChatTemplate | None
+    grammars: GrammarChecker
     vocab_size: int
     n_layers: int
     n_experts: int  # of a layer
@@ -47,6 +49,7 @@ def read_card(config: EngineConfig) -> ModelCard:
         metadata=metadata,
         tokenizer=tokenizer,
         template=_template(known, tokenizer),
+        grammars=GrammarChecker(config.model),
         vocab_size=header.vocab_size,
         n_layers=len(layers),
         n_experts=max((layer.n_experts for layer in layers), default=0),

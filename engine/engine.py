@@ -346,6 +346,7 @@ class Engine:
             await worker.reap(GRACE_S)
         if self.card.template is not None:
             self.card.template.close()
+        self.card.grammars.close()
 
 
 def _describe(status: int) -> str:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 from cflow.engine.messages import (
     Cancel,
@@ -31,7 +32,7 @@ class Link:
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._sending = threading.Lock()
-        self._inbox: deque[Down] = deque()
+        self._inbox: deque[Any] = deque()
         self._has_mail = threading.Condition()
         self.heartbeat: Callable[[], Heartbeat] = lambda: Heartbeat(0, False)
         self.on_cancel: Callable[[int], None] = lambda request_id: None
@@ -45,8 +46,14 @@ class Link:
         except OSError:
             _end_process()
 
-    def receive(self, timeout_s: float | None) -> list[Down]:
-        """Everything in the inbox; waits for it so long (None: for ever; 0: not)."""
+    def post(self, item: Any) -> None:
+        """Puts something into the inbox, from any thread of this process."""
+        with self._has_mail:
+            self._inbox.append(item)
+            self._has_mail.notify()
+
+    def receive(self, timeout_s: float | None) -> list[Any]:
+        """Everything in the inbox: Down, and what was posted; waits for it so long (None: for ever; 0: not)."""
         if not self._inbox and timeout_s == 0:
             return []
         with self._has_mail:
@@ -77,9 +84,7 @@ class Link:
                 self._deliver(decode_down(body))
 
     def _deliver(self, message: Down) -> None:
-        with self._has_mail:
-            self._inbox.append(message)
-            self._has_mail.notify()
+        self.post(message)
         if isinstance(message, Cancel):
             self.on_cancel(message.request_id)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from cflow.engine.experts import (
     read_header,
     room_for_experts,
 )
+from cflow.engine.grammar import Vocabulary
 from cflow.engine.layer_memory import fix_weights
 from cflow.engine.messages import DiskStats, Ready
 from cflow.engine.metadata import parse_metadata
@@ -36,13 +38,15 @@ HUGE_PAGES_WANTED = 0.5  # of the weights; below it a note says so
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A context that has made its first token. experts: where some of them stay on disk. disk_stats:
-    of each kind of weights that do, for any thread, any time."""
+    """A context that has made its first token. vocabulary: for grammars, if the model can have them.
+    experts: where some of them stay on disk. disk_stats: of each kind of weights that do, for any
+    thread, any time."""
 
     context: AnyContext
     token_bytes: TokenBytes
     eos_ids: tuple[int, ...]
     ready: Ready
+    vocabulary: Vocabulary | None = None
     experts: Experts | None = None
     disk_stats: Callable[[], dict[str, DiskStats]] = dict
 
@@ -53,6 +57,9 @@ Load = Callable[[EngineConfig, Report], Loaded]
 def load(config: EngineConfig, report: Report) -> Loaded:
     """report: bytes read, and of all, of "weights" and then of "experts". Raises EngineError."""
     started = time.perf_counter()
+    reading = ThreadPoolExecutor(1, "vocabulary")
+    vocabulary = reading.submit(Vocabulary.read, config.model)  # beside the weights
+    reading.shutdown(wait=False)
     cores = machine.cores()
     threads = config.threads or cores.threads
     as_f32 = config.precision == "f32"
@@ -76,6 +83,7 @@ def load(config: EngineConfig, report: Report) -> Loaded:
     if experts:
         experts.warm(lambda done, total: report("experts", done, total))
     memory = model.memory
+    known = vocabulary.result()
     ready = Ready(
         pid=os.getpid(),
         isa=context.isa,
@@ -97,9 +105,9 @@ def load(config: EngineConfig, report: Report) -> Loaded:
         ),
         **_disk_facts(model),
     )
-    metadata = parse_metadata(model.metadata, model.header.n_tokens)
+    eos_ids = parse_metadata(model.metadata, model.header.n_tokens).eos_ids
     return Loaded(
-        context, model.token_bytes, metadata.eos_ids, ready, experts, lambda: _disk_stats(model)
+        context, model.token_bytes, eos_ids, ready, known, experts, lambda: _disk_stats(model)
     )
 
 

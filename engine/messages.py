@@ -39,6 +39,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     n_logprobs: int | None = None  # None: none; 0: the chosen token's; k: and the k best
     n_prompt_logprobs: int | None = None
     n_experts: int = 0  # 0: the model's own number
+    grammar: str | None = None  # what the answer must follow (grammar.py), checked
+    shown_ids: tuple[int, ...] = ()  # special tokens whose text is part of the answer
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):

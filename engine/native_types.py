@@ -254,7 +254,7 @@ class Pick:
     history: NDArray[np.int32] | None = None  # prompt, then output; for penalties
     bias_ids: NDArray[np.int32] | None = None
     bias: NDArray[np.float32] | None = None
-    mask: NDArray[np.uint32] | None = None  # (ceil(vocab_size / 32),) bit set: allowed
+    mask: NDArray[np.uint32] | None = None  # (ceil(n_tokens / 32),) bit set: allowed
 
 
 class Choice(NamedTuple):

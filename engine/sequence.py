@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable
 import numpy as np
 from numpy.typing import NDArray
 
+from cflow.engine.constraint import Constraint
 from cflow.engine.kv_blocks import BLOCK, block_key, root_key
 from cflow.engine.messages import DiskUsage, Logprob, SamplingParams, Submit
 from cflow.engine.native_types import Pick, RowUsage
@@ -58,6 +59,7 @@ class Sequence:
         "blocks",
         "choice",
         "disk",
+        "grammar",
         "is_waiting",
         "n_computed",
         "n_prompt",
@@ -70,7 +72,12 @@ class Sequence:
     )
 
     def __init__(
-        self, request: Request, choice: int, eos_ids: Collection[int], transcript: Transcript
+        self,
+        request: Request,
+        choice: int,
+        eos_ids: Collection[int],
+        transcript: Transcript,
+        grammar: Constraint | None = None,
     ) -> None:
         self.request = request
         self.choice = choice
@@ -83,6 +90,7 @@ class Sequence:
         self.is_waiting = False  # in the line of waiting.py
         self.disk: DiskUsage | None = None  # so far, where weights come from it
         self.transcript = transcript
+        self.grammar = grammar  # what it must follow
         self.pick = _pick(request.submit.sampling, choice, self.n_prompt, eos_ids)
         self._keys: list[bytes] = []
 
@@ -120,6 +128,11 @@ class Sequence:
         if has_penalty(params):
             pick.history = np.frombuffer(self.tokens, np.int32)
         return pick
+
+    def prepare_mask(self) -> None:
+        """Waits for what its grammar allows next. EngineError if it cannot be followed."""
+        if self.grammar is not None:
+            self.pick.mask = self.grammar.mask()
 
     def charge(self, rows: Iterable[RowUsage]) -> None:
         """What rows of a step asked of the disk."""

@@ -24,16 +24,17 @@ class Transcript:
         limit: int,
     ) -> None:
         self._params = params
-        self._detokenizer = Detokenizer(token_bytes)
+        self._detokenizer = Detokenizer(token_bytes, frozenset(params.shown_ids))
         self._stops = StopStrings(params.stop, include_stop=params.include_stop)
         self._eos_ids = frozenset() if params.ignore_eos else frozenset(eos_ids)
         self._stop_ids = frozenset(params.stop_token_ids)
         self._limit = limit
         self.n_tokens = 0
 
-    def push(self, token: int) -> tuple[str, Finish | None]:
+    def push(self, token: int, *, is_last: bool = False) -> tuple[str, Finish | None]:
         """Text to show now, all of it once finished. While min_tokens is not reached stop tokens are
-        banned from sampling (sequence.py) and stop strings do not count."""
+        banned from sampling (sequence.py) and stop strings do not count. is_last: the answer's
+        grammar is complete."""
         self.n_tokens += 1
         if token in self._stop_ids:
             return self._end_at(token), Finish("stop", token)
@@ -44,6 +45,8 @@ class Transcript:
             text = self._stops.push(text)
         if self._stops.matched is not None:
             return text, Finish("stop", self._stops.matched)
+        if is_last:
+            return text + self.rest(), _END_OF_TEXT
         if self.n_tokens >= self._limit:
             return text + self.rest(), _LENGTH
         return text, None

@@ -13,12 +13,15 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from heapq import heappop, heappush
 
 import msgspec
 
 from cflow.engine.batch import Advance, Batch
 from cflow.engine.config import EngineConfig
+from cflow.engine.constraint import Compiled, Constraint, Grammars
 from cflow.engine.errors import EngineError
 from cflow.engine.link import Link
 from cflow.engine.loading import Load, Loaded, load
@@ -48,7 +51,11 @@ from cflow.engine.sequence import Request, Sequence
 from cflow.engine.transcript import Transcript
 from cflow.engine.worker_stats import StatsKeeper
 
+CANCELLED = ("cancelled", "the request was cancelled")
+DRAINING = ("draining", "the server is shutting down")
+NO_TOKEN = "logit_bias, min_tokens, stop tokens and grammar together leave no token to go on with"
 STATUS_TEXT = {
+    -1: ("invalid_request", NO_TOKEN),
     -3: ("io_error", "weights could not be read from disk"),
     -4: ("io_error", "weights could not be read from disk"),
     -7: ("numeric", "the model's output is not finite for this request"),
@@ -74,6 +81,8 @@ class Worker:
         )
         self._runner = Runner(loaded.context)
         self._stats = StatsKeeper(self._scheduler, loaded.context, loaded.disk_stats)
+        self._grammars = Grammars(loaded.vocabulary) if loaded.vocabulary else None
+        self._compiling: dict[int, Submit] = {}  # their grammars are not ready
         self._n_requests = 0
         self._drain_deadline: float | None = None
         self._deadlines: list[tuple[float, int]] = []  # of requests, a heap; some have ended
@@ -122,31 +131,59 @@ class Worker:
 
     # ---- messages ----
 
-    def _take(self, message: Down) -> None:
+    def _take(self, message: Down | Compiled) -> None:
         if isinstance(message, Submit):
             self._submit(message)
+        elif isinstance(message, Compiled):
+            self._begin_compiled(message)
         elif isinstance(message, Cancel):
             self._cancel(message.request_id)
         elif isinstance(message, Drain):
             self._drain_deadline = time.monotonic() + message.timeout_s
 
     def _submit(self, submit: Submit) -> None:
+        if submit.sampling.grammar is None:
+            self._begin(submit, [None] * submit.n_choices)
+        elif self._grammars is None:
+            self._refuse(submit.request_id, "this model has no tokenizer with an end token")
+        else:
+            self._compiling[submit.request_id] = submit
+            self._grammars.compile(submit, self._link.post)
+
+    def _begin_compiled(self, compiled: Compiled) -> None:
+        submit = self._compiling.pop(compiled.request_id, None)
+        if submit is None:  # cancelled meanwhile
+            return
+        if compiled.fault:
+            self._refuse(submit.request_id, compiled.fault)
+        else:
+            self._begin(submit, compiled.constraints)
+
+    def _refuse(self, request_id: int, fault: str) -> None:
+        text = f"the grammar cannot be used: {fault}"
+        self._link.send(Failed(request_id, "invalid_request", text))
+
+    def _begin(self, submit: Submit, grammars: list[Constraint] | list[None]) -> None:
         request = Request(submit, self._n_requests)
         self._n_requests += 1
         sampling = submit.sampling
         limit = min(sampling.max_tokens, self._loaded.ready.max_context - len(submit.prompt))
         eos_ids = self._loaded.eos_ids
-        for choice in range(submit.n_choices):
+        for choice, grammar in enumerate(grammars):
             transcript = Transcript(sampling, self._loaded.token_bytes, eos_ids, limit)
-            request.sequences.append(Sequence(request, choice, eos_ids, transcript))
+            request.sequences.append(Sequence(request, choice, eos_ids, transcript, grammar))
         self._scheduler.add(request)
         if submit.deadline is not None:
             heappush(self._deadlines, (submit.deadline, request.id))
 
     def _cancel(self, request_id: int) -> None:
+        if self._compiling.pop(request_id, None):
+            self._link.send(Failed(request_id, *CANCELLED))
+            self._stats.cancelled["queue"] += 1
+            return
         request = self._scheduler.find(request_id)
         if request is not None:  # else it has just ended
-            phase = self._fail(request, "cancelled", "the request was cancelled")
+            phase = self._fail(request, *CANCELLED)
             self._stats.cancelled[phase] += 1
 
     def _fail(self, request: Request, code: str, text: str) -> str:
@@ -168,8 +205,11 @@ class Worker:
             return False
         if time.monotonic() >= self._drain_deadline:
             for request in self._scheduler.requests:
-                self._fail(request, "draining", "the server is shutting down")
-        return not self._scheduler.requests
+                self._fail(request, *DRAINING)
+            for request_id in self._compiling:
+                self._link.send(Failed(request_id, *DRAINING))
+            self._compiling.clear()
+        return not (self._scheduler.requests or self._compiling)
 
     # ---- a step ----
 
@@ -231,6 +271,7 @@ class Worker:
     def _sample(self, advance: Advance) -> list[Delta]:
         failed = {request.id for request, _ in advance.failed}
         picks = [pick for pick in advance.picks if pick[1].request.id not in failed]
+        picks = self._with_masks(picks)
         if not picks:
             return []
         choices = self._runner.sample(picks)
@@ -239,12 +280,33 @@ class Worker:
             if choice.status:
                 self._fail_row(sequence.request, choice.status)
             elif self._scheduler.find(sequence.request.id):
-                deltas.append(self._accept(sequence, choice))
+                with self._failing(sequence.request):
+                    deltas.append(self._accept(sequence, choice))
         return deltas
+
+    def _with_masks(self, picks: list[tuple[int, Sequence]]) -> list[tuple[int, Sequence]]:
+        """Waits for the masks of those that have a grammar; fails whose cannot be made."""
+        constrained = [sequence for _, sequence in picks if sequence.grammar is not None]
+        if not constrained:
+            return picks
+        for sequence in constrained:
+            with self._failing(sequence.request):
+                sequence.prepare_mask()
+        return [pick for pick in picks if self._scheduler.find(pick[1].request.id)]
+
+    @contextmanager
+    def _failing(self, request: Request) -> Iterator[None]:
+        """What is raised inside fails this request alone."""
+        try:
+            yield
+        except EngineError as error:
+            if self._scheduler.find(request.id):
+                self._fail(request, error.code, str(error))
 
     def _accept(self, sequence: Sequence, choice: Choice) -> Delta:
         sequence.append(choice.token)
-        text, finish = sequence.transcript.push(choice.token)
+        is_last = sequence.grammar is not None and sequence.grammar.append(choice.token)
+        text, finish = sequence.transcript.push(choice.token, is_last=is_last)
         score = choice.score
         logprobs = (Logprob(*score),) if score is not None else ()
         if finish is not None:

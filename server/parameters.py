@@ -65,9 +65,10 @@ def sampling_params(
     n_logprobs: int | None,
     n_prompt_logprobs: int | None = None,
     ends: tuple[int, ...] = (),
+    grammar: str | None = None,
 ) -> SamplingParams:
     """max_tokens: what the context allows, already checked. ends: tokens that end an answer besides
-    those of the model. A missing seed is random."""
+    those of the model. grammar: checked. A missing seed is random."""
     if ask.min_tokens > max_tokens:
         message = f"min_tokens: {ask.min_tokens} is more than max_tokens, {max_tokens}."
         raise RequestError(message, param="min_tokens")
@@ -94,6 +95,7 @@ def sampling_params(
         n_logprobs=n_logprobs,
         n_prompt_logprobs=n_prompt_logprobs,
         n_experts=_count_experts(ask, card),
+        grammar=grammar,
     )
 
 

@@ -59,6 +59,36 @@ class StreamOptions(Body):
     )
 
 
+Schema = dict[str, Any] | bool
+
+
+class JsonSchema(Body):
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+    schema_: Schema = Field(alias="schema")
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+Choices = Annotated[list[str], Field(min_length=1, max_length=MAX_BIASES, fail_fast=True)]
+
+
+class StructuredOutputs(Body):
+    """vLLM's: exactly one of them."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    json_: Schema | str | None = Field(default=None, alias="json")
+    json_object: bool = False
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = Field(default=None, description="Lark or GBNF")
+
+
 class Sampling(Body):
     """What both ways of generating share."""
 
@@ -93,6 +123,12 @@ class Sampling(Body):
     timeout_s: Annotated[float, Field(gt=0, le=86400)] | None = Field(
         default=None, description="after so many seconds the answer ends as it is"
     )
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_progress: bool = Field(
@@ -182,7 +218,6 @@ class ChatRequest(Sampling):
     tool_choice: Any = None
     functions: Any = None
     function_call: Any = None
-    response_format: Any = None
 
 
 class TokenizeRequest(Body):
@@ -214,7 +249,15 @@ SHAPES: dict[str, Any] = {
     kind.__name__: {
         k: v for k, v in kind.model_json_schema(ref_template=REF).items() if k != "$defs"
     }
-    for kind in (StreamOptions, Message, ToolCall, FunctionCall)
+    for kind in (
+        StreamOptions,
+        ResponseFormat,
+        JsonSchema,
+        StructuredOutputs,
+        Message,
+        ToolCall,
+        FunctionCall,
+    )
 }
 
 

@@ -502,7 +502,7 @@ typedef struct {
     const int32_t *history;  /* (n_history,) prompt then output */
     const int32_t *bias_ids; /* (n_bias,) */
     const float *bias;       /* (n_bias,) added to logits */
-    const uint32_t *mask;    /* (ceil(vocab_size / 32),) bit set: allowed; NULL: all */
+    const uint32_t *mask;    /* (ceil(n_tokens / 32),) bit set: allowed; NULL: all */
 } cflow_pick;
 
 typedef struct {

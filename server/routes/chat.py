@@ -8,6 +8,7 @@ from fastapi import APIRouter, Request, Response
 
 from cflow.engine.messages import Delta, Finish, Logprob, Progress, SamplingParams
 from cflow.engine.tokenizer import Tokenizer
+from cflow.server.constraints import grammar_of
 from cflow.server.errors import ClientGone, RequestError
 from cflow.server.generation import Generation
 from cflow.server.logprobs import chat_logprobs, prompt_entries
@@ -27,7 +28,6 @@ def check(ask: ChatRequest) -> None:
     refuse_given("functions", ask.functions, ([],))
     refuse_given("tool_choice", ask.tool_choice, ("none", "auto"))
     refuse_given("function_call", ask.function_call, ("none", "auto"))
-    refuse_given("response_format", ask.response_format, ({"type": "text"},))
     if ask.top_logprobs is not None and not ask.logprobs:
         message = "top_logprobs is only allowed when logprobs is true."
         raise RequestError(message, param="top_logprobs")
@@ -36,7 +36,9 @@ def check(ask: ChatRequest) -> None:
     check_stream(ask)
 
 
-def plan_sampling(service: Service, ask: ChatRequest, prompt: Prompt) -> SamplingParams:
+def plan_sampling(
+    service: Service, ask: ChatRequest, prompt: Prompt, grammar: str | None
+) -> SamplingParams:
     """Of max_tokens and max_completion_tokens the smaller counts; the context caps both."""
     given = [n for n in (ask.max_tokens, ask.max_completion_tokens) if n is not None]
     asked = min(given) if given else None
@@ -47,6 +49,7 @@ def plan_sampling(service: Service, ask: ChatRequest, prompt: Prompt) -> Samplin
         max_tokens=fit(len(prompt.ids), asked, context, param="messages", cap=True),
         n_logprobs=(ask.top_logprobs or 0) if ask.logprobs else None,
         n_prompt_logprobs=ask.prompt_logprobs,
+        grammar=grammar,
     )
 
 
@@ -139,7 +142,8 @@ async def create_chat_completion(request: Request) -> Response:
         ask.chat_template_kwargs,
         context=context_of(service.engine),
     )
-    sampling = plan_sampling(service, ask, prompt)
+    grammar = await grammar_of(ask, card.grammars)
+    sampling = plan_sampling(service, ask, prompt, grammar)
     generation = service.generate(request, ask, [prompt], [sampling], ask.n)
     if ask.stream:
         chunks = Chunks("chatcmpl", "chat.completion.chunk", card.name, generation, ask)

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request, Response
 from cflow.engine.messages import Finish, Progress, SamplingParams
 from cflow.engine.tokenizer import Tokenizer
 from cflow.server.choices import Choices
+from cflow.server.constraints import grammar_of
 from cflow.server.errors import ClientGone, RequestError
 from cflow.server.generation import Generation
 from cflow.server.logprobs import Legacy, join
@@ -56,7 +57,11 @@ async def read_prompts(
 
 
 def plan_sampling(
-    service: Service, ask: CompletionRequest, prompt: Prompt, ends: tuple[int, ...]
+    service: Service,
+    ask: CompletionRequest,
+    prompt: Prompt,
+    ends: tuple[int, ...],
+    grammar: str | None,
 ) -> SamplingParams:
     absent = ask.max_tokens is None
     asked = DEFAULT_MAX_TOKENS if ask.max_tokens is None else ask.max_tokens
@@ -69,6 +74,7 @@ def plan_sampling(
         n_logprobs=ask.logprobs if ask.logprobs is not None else 0 if _ranks(ask) else None,
         n_prompt_logprobs=max((n for n in scored if n is not None), default=None),
         ends=ends,
+        grammar=grammar,
     )
 
 
@@ -180,7 +186,8 @@ async def create_completion(request: Request) -> Response:
     tokenizer = service.engine.card.tokenizer
     n_sampled = ask.best_of or ask.n
     prompts, ends = await read_prompts(tokenizer, ask, context_of(service.engine))
-    sampling = [plan_sampling(service, ask, prompt, ends) for prompt in prompts]
+    grammar = await grammar_of(ask, service.engine.card.grammars)
+    sampling = [plan_sampling(service, ask, prompt, ends, grammar) for prompt in prompts]
     model = service.engine.card.name
     check_echo(ask, prompts, n_sampled)
     generation = service.generate(request, ask, prompts, sampling, n_sampled)

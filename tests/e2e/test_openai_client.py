@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal
 
+import jsonschema
 import openai
 import pytest
+from pydantic import BaseModel
 from running import Server, wait_for
 
 PROMPTS = [
@@ -120,3 +124,99 @@ def test_eight_streams_at_once_give_the_text_they_give_alone(shared: Server) -> 
         assert list(pool.map(tell, PROMPTS)) == alone
         for future in noise:
             future.result()
+
+
+# ---- structured output ----
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "title": {"type": "string", "minLength": 3, "maxLength": 20},
+        "year": {"type": "integer", "minimum": 1900, "maximum": 2030},
+        "tags": {"type": "array", "items": {"enum": ["a", "b", "c"]}, "minItems": 2, "maxItems": 3},
+        "where": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/place"}]},
+    },
+    "required": ["title", "year", "tags", "where"],
+    "additionalProperties": False,
+    "$defs": {
+        "place": {
+            "type": "object",
+            "properties": {"zip": {"type": "string", "pattern": "^[0-9]{5}$"}},
+            "required": ["zip"],
+            "additionalProperties": False,
+        }
+    },
+}
+
+
+def test_answers_fit_their_schema_at_any_temperature(shared: Server) -> None:
+    """Several choices, hot, streamed and whole, beside answers without a schema."""
+    form = {"type": "json_schema", "json_schema": {"name": "film", "schema": SCHEMA}}
+    fields = {"response_format": form, "n": 6, "temperature": 1.5, "max_tokens": 400}
+    free = shared.complete(PROMPTS[0], max_tokens=30)
+    with ThreadPoolExecutor(4) as pool:
+        answers = [pool.submit(shared.chat, "Name a film.", seed=seed, **fields) for seed in (1, 2)]
+        beside = pool.submit(shared.complete, PROMPTS[0], max_tokens=30)
+        messages = [{"role": "user", "content": "Name a film."}]
+        body = {"messages": messages, "seed": 1, **fields}
+        streamed = [""] * 6
+        for event in shared.events("/v1/chat/completions", body):
+            for choice in event.get("choices", []):
+                streamed[choice["index"]] += choice["delta"].get("content", "")
+        texts = [c["message"]["content"] for a in answers for c in a.result()["choices"]]
+        assert {c["finish_reason"] for a in answers for c in a.result()["choices"]} == {"stop"}
+    assert streamed == texts[:6]
+    assert len(set(texts)) > 6
+    for text in texts:
+        jsonschema.validate(json.loads(text), SCHEMA)
+    assert beside.result()["choices"] == free["choices"]
+
+
+def test_logprobs_of_a_constrained_answer_are_the_models_own(shared: Server) -> None:
+    """A choice that the model would not make keeps its low probability; scored as a prompt, the
+    same tokens have the same log-probabilities."""
+    prompt = "The capital of France is"
+    choices = {"guided_choice": [" zebra crossing", " quartz"]}
+    answer = shared.complete(prompt, logprobs=1, return_token_ids=True, **choices)["choices"][0]
+    logprobs = answer["logprobs"]["token_logprobs"]
+    assert answer["text"] in choices["guided_choice"]
+    assert sum(logprobs) < -10
+    ids = answer["prompt_token_ids"] + answer["token_ids"]
+    scored = shared.complete(ids, max_tokens=0, echo=True, logprobs=1)["choices"][0]
+    assert scored["logprobs"]["token_logprobs"][-len(logprobs) :] == logprobs
+
+
+class Step(BaseModel):
+    explanation: str
+    kind: Literal["add", "multiply"]
+
+
+class Solution(BaseModel):
+    steps: list[Step]
+    answer: int
+
+
+def test_the_client_parses_what_it_asked_for(shared: Server) -> None:
+    answer = shared.openai().chat.completions.parse(
+        model="M",
+        messages=[{"role": "user", "content": "What is 2 + 2?"}],
+        response_format=Solution,
+        max_tokens=600,
+        temperature=0,
+        frequency_penalty=0.3,
+    )
+    assert isinstance(answer.choices[0].message.parsed, Solution)
+
+
+def test_a_schema_that_cannot_be_followed_is_the_clients_error(shared: Server) -> None:
+    with pytest.raises(openai.BadRequestError) as bad:
+        shared.openai(max_retries=0).chat.completions.create(
+            model="M",
+            messages=[{"role": "user", "content": "x"}],
+            response_format={
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": {"type": "wizard"}},
+            },
+        )
+    assert bad.value.param == "response_format.json_schema.schema"
+    assert "wizard" in str(bad.value)

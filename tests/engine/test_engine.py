@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -15,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from cflow.engine.card import ModelCard
 from cflow.engine.config import EngineConfig
 from cflow.engine.engine import FAULTS, Answer, Engine
 from cflow.engine.errors import EngineError
-from cflow.engine.messages import TIMED_OUT, Delta, Progress, SamplingParams
+from cflow.engine.grammar import GrammarChecker, from_json_schema, from_regex
+from cflow.engine.messages import TIMED_OUT, Delta, Finish, Progress, SamplingParams
 from cflow.engine.tokenizer import Tokenizer
 from oracles.toy_model import (
     EOS,
@@ -44,6 +47,7 @@ CARD = ModelCard(
     metadata={},
     tokenizer=Tokenizer(b"", TOKEN_BYTES, {"eos_ids": [EOS]}),
     template=None,
+    grammars=GrammarChecker("toy"),
     vocab_size=len(TOKEN_BYTES),
     n_layers=0,
     n_experts=0,
@@ -592,3 +596,107 @@ async def test_signals_of_the_terminal_do_not_reach_the_worker() -> None:
         await asyncio.sleep(0.2)
         await read(engine.submit(PROMPT, sampling=SHORT))
         assert engine.restarts == 0
+
+
+# ---- grammars ----
+
+WORD = SamplingParams(max_tokens=40, seed=3, grammar=from_regex("[b-d]{8}-x?"))
+
+
+def assert_follows(deltas: Sequence[Delta], pattern: str) -> None:
+    """The text is whole, and ends where the grammar does."""
+    text = text_of(tokens_of(deltas))
+    assert re.fullmatch(pattern, text), text
+    assert deltas[-1].finish == Finish("stop")
+
+
+async def test_answers_follow_their_grammar_each_in_its_own_way() -> None:
+    async with running() as engine:
+        choices = await read(engine.submit(PROMPT, sampling=WORD, n_choices=5))
+        for deltas in choices.values():
+            assert_follows(deltas, "[b-d]{8}-x?")
+        assert len({text_of(tokens_of(deltas)) for deltas in choices.values()}) > 1
+        free = (await read(engine.submit(PROMPT, sampling=SHORT)))[0]
+        assert tokens_of(free) == continuation(PROMPT, SHORT)
+
+
+async def test_being_set_back_changes_nothing_in_a_constrained_answer() -> None:
+    sampling = structs.replace(WORD, max_tokens=300, grammar=from_regex("([a-m]{7}-){20,30}"))
+    prompts = [PROMPT[i:] for i in range(6)]
+    async with running("n_blocks=64") as engine:
+        calm = [await read(engine.submit(p, sampling=sampling)) for p in prompts]
+    async with running("n_blocks=12", context=350) as engine:
+        answers = [engine.submit(p, sampling=sampling) for p in prompts]
+        crowded = [await read(answer) for answer in answers]
+        await until(lambda: engine.stats.preemptions)
+    assert [tokens_of(d[0]) for d in crowded] == [tokens_of(d[0]) for d in calm]
+    for deltas in calm:
+        assert_follows(deltas[0], "([a-m]{7}-){20,30}")
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+async def test_the_end_comes_only_where_the_grammar_is_whole(ignore_eos: bool) -> None:
+    """The toy ends one answer in forty tokens on average, whatever it has said."""
+    grammar = from_regex("([a-z]{9} )*")
+    async with running() as engine:
+        for seed in range(12):
+            sampling = structs.replace(
+                WORD, grammar=grammar, seed=seed, max_tokens=400, ignore_eos=ignore_eos
+            )
+            deltas = (await read(engine.submit(PROMPT, sampling=sampling)))[0]
+            text = text_of(tokens_of(deltas))
+            if deltas[-1].finish == Finish("stop"):
+                assert re.fullmatch("([a-z]{9} )*", text), text
+            else:
+                assert len(tokens_of(deltas)) == 400
+
+
+async def test_min_tokens_holds_as_long_as_the_grammar_can_go_on() -> None:
+    async with running() as engine:
+        for grammar, n in ((from_regex("[a-z]*"), 30), (from_regex("[a-z]{5}"), 5)):
+            sampling = structs.replace(WORD, grammar=grammar, min_tokens=30)
+            deltas = (await read(engine.submit(PROMPT, sampling=sampling)))[0]
+            assert len(text_of(tokens_of(deltas))) >= n
+            assert n == 30 or len(tokens_of(deltas)) == n
+
+
+async def test_a_stop_string_ends_a_constrained_answer() -> None:
+    sampling = structs.replace(WORD, stop=("-",))
+    async with running() as engine:
+        deltas = (await read(engine.submit(PROMPT, sampling=sampling)))[0]
+    assert deltas[-1].finish == Finish("stop", "-")
+    assert re.fullmatch("[b-d]{8}", "".join(delta.text for delta in deltas))
+
+
+async def test_what_cannot_be_followed_fails_alone() -> None:
+    async with running("step_s=0.002") as engine:
+        beside = engine.submit(PROMPT, sampling=structs.replace(LONG, max_tokens=100))
+        bad = {
+            "cannot be used": structs.replace(WORD, grammar=from_regex("(")),
+            "leave no token": structs.replace(
+                WORD, grammar=from_regex("a"), logit_bias={ord("a"): -100.0}
+            ),
+            "followed further": structs.replace(
+                WORD, grammar=from_regex("[b-d]{3}(((a{1000}){1000}){1000}){1000}")
+            ),
+        }
+        for words, sampling in bad.items():
+            error = await error_of(engine.submit(PROMPT, sampling=sampling))
+            assert error.code == "invalid_request"
+            assert words in str(error)
+        deltas = (await read(beside))[0]
+        assert len(tokens_of(deltas)) == 100
+        assert_follows((await read(engine.submit(PROMPT, sampling=WORD)))[0], "[b-d]{8}-x?")
+
+
+async def test_one_cancelled_while_its_grammar_compiles_is_answered_once() -> None:
+    big = from_json_schema({"enum": [f"v{i}" for i in range(20000)]})
+    async with running() as engine:
+        answers = [engine.submit(PROMPT, sampling=structs.replace(WORD, grammar=big))]
+        answers += [engine.submit(PROMPT, sampling=WORD) for _ in range(3)]
+        for answer in answers[:3]:
+            answer.cancel()
+        for answer in answers[:3]:
+            assert (await error_of(answer)).code == "cancelled"
+        assert_follows((await read(answers[3]))[0], "[b-d]{8}-x?")
+        await until(lambda: engine.stats.cancelled_queue == 3 and not engine.stats.n_running)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 from cflow.engine.errors import EngineError
+from cflow.engine.grammar import Vocabulary
 from cflow.engine.messages import SamplingParams
 from cflow.engine.native_types import Choice, Pick, Row, RowUsage, Score, StepResult, TokenBytes
 
@@ -18,11 +19,32 @@ EOS = 256
 N_TOKENS = 257
 BLOCK = 32
 LOGITS, SCORE = 1, 2
-NUMERIC, EIO = -7, -3
+EINVAL, NUMERIC, EIO = -1, -7, -3
 
 # Tokens that do something to the step they are in.
 RAISES, NOT_FINITE, HANGS = 1, 2, 3
 NO_EXPERT = 4  # needs an expert that cannot be read while is_disk_broken
+
+
+class ToyTokenizer:
+    """Letters are tokens: what grammars need of cflow.engine.tokenizer.Tokenizer."""
+
+    n_tokens = N_TOKENS
+    eos_ids = (EOS,)
+
+    def encode(self, text: str, add_bos: bool = True) -> list[int]:
+        return list(text.encode())
+
+    def token_bytes(self, token: int) -> bytes:
+        return TOKEN_BYTES[token]
+
+    def is_special(self, token: int) -> bool:
+        return TOKEN_BYTES.is_special(token)
+
+
+def toy_vocabulary() -> Vocabulary:
+    return Vocabulary(ToyTokenizer())  # type: ignore[arg-type]
+
 
 TOKEN_BYTES = TokenBytes([bytes([i]) for i in range(256)] + [b"<eos>"], bytes(256) + b"\1")
 
@@ -137,10 +159,18 @@ class ToyContext:
     def _choose(self, pick: Pick) -> Choice:
         history = self._histories[pick.row]
         token = next_token(history, pick.seed, pick.choice, pick.index)
+        bias: dict[int, float] = {}
         if pick.bias_ids is not None and pick.bias is not None:
             bias = dict(zip(pick.bias_ids.tolist(), pick.bias.tolist(), strict=True))
             token = max(bias, key=bias.__getitem__) if max(bias.values()) >= 100 else token
             if bias.get(token, 0) <= -100:
                 token = ord("-")
+        if pick.mask is not None:
+            bits = [i for i in range(N_TOKENS) if pick.mask[i // 32] >> (i % 32) & 1]
+            allowed = [i for i in bits if bias.get(i, 0) > -100]
+            if not allowed:
+                return Choice(EINVAL, -1, None)
+            if token not in allowed:
+                token = allowed[token * 7919 % len(allowed)]
         score = Score(token, logprob(history, token), 0, ()) if pick.n_top >= 0 else None
         return Choice(0, token, score)

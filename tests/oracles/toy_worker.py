@@ -16,7 +16,7 @@ from cflow.engine.errors import ModelError
 from cflow.engine.loading import Loaded
 from cflow.engine.messages import Ready
 from cflow.engine.worker import serve
-from oracles.toy_model import EOS, TOKEN_BYTES, ToyContext
+from oracles.toy_model import EOS, TOKEN_BYTES, ToyContext, toy_vocabulary
 
 
 def load(config: EngineConfig, report: Callable[[str, int, int], None]) -> Loaded:
@@ -39,7 +39,7 @@ def load(config: EngineConfig, report: Callable[[str, int, int], None]) -> Loade
         scratch_bytes=0,
         load_s=0.0,
     )
-    return Loaded(context, TOKEN_BYTES, (EOS,), ready)
+    return Loaded(context, TOKEN_BYTES, (EOS,), ready, toy_vocabulary())
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from typing import Any
 
 from cflow.engine.engine import ModelCard
 from cflow.engine.errors import EngineError
+from cflow.engine.grammar import GrammarChecker, Vocabulary
 from cflow.engine.messages import (
     Delta,
     Finish,
@@ -58,6 +59,20 @@ class ByteTokenizer:
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         shown = [t for t in ids if not (skip_special and t in self.specials)]
         return b"".join(map(self.token_bytes, shown)).decode(errors="replace")
+
+
+class QuickChecker(GrammarChecker):
+    """Without a process around it."""
+
+    def __init__(self) -> None:
+        super().__init__("")
+        self._vocabulary = Vocabulary(ByteTokenizer())  # type: ignore[arg-type]
+
+    def _ask(self, grammar: str) -> str:
+        return self._vocabulary.check(grammar)
+
+
+GRAMMARS = QuickChecker()
 
 
 class PlainTemplate:
@@ -212,6 +227,7 @@ class FakeEngine:
             metadata={"generation": self.generation},
             tokenizer=ByteTokenizer(self.bos_id),  # type: ignore[arg-type]
             template=self.template,
+            grammars=GRAMMARS,
             vocab_size=260,
             n_layers=2,
             n_experts=4 * self.top_k,
