@@ -21,6 +21,7 @@ class Pace:
         self._max_rows = max_rows
         self._decode_s = 0.0
         self._chunk = _Line()
+        self._is_dear = False  # a chunk of the least rows exceeded the limit
         self._owed_s = 0.0  # to decodes, before the next chunk
 
     def n_prefill_rows(self, n_decodes: int) -> int:
@@ -36,6 +37,7 @@ class Pace:
         seconds = chunk.fixed
         if not self._is_over_limit():
             seconds = self._max_step_s - self._decode_s - chunk.fixed
+            room = min(room, int(2 * chunk.x))  # farther off the line is a guess
         return min(room, max(int(seconds / chunk.slope), MIN_ROWS))
 
     def observe(self, n_decodes: int, n_prefill: int, seconds: float) -> None:
@@ -46,11 +48,13 @@ class Pace:
         added_s = max(seconds - self._decode_s, 1e-7)
         if n_prefill >= MIN_ROWS:
             self._chunk.add(n_prefill, added_s)
+        if n_prefill <= MIN_ROWS:
+            self._is_dear = added_s > self._max_step_s
         self._owed_s = added_s if self._is_over_limit() else 0.0
 
     def _is_over_limit(self) -> bool:
         """A chunk takes too long however small it is."""
-        return self._chunk.fixed > self._max_step_s
+        return self._is_dear and self._chunk.fixed > self._max_step_s
 
 
 class _Line:
@@ -59,18 +63,18 @@ class _Line:
     def __init__(self) -> None:
         self.slope = 0.0  # 0: no point yet
         self.fixed = 0.0
-        self._x = self._y = self._xx = self._xy = 0.0  # means
+        self.x = self._y = self._xx = self._xy = 0.0  # means
 
     def add(self, x: float, y: float) -> None:
-        self._x, self._y = _mean(self._x, x), _mean(self._y, y)
+        self.x, self._y = _mean(self.x, x), _mean(self._y, y)
         self._xx, self._xy = _mean(self._xx, x * x), _mean(self._xy, x * y)
-        through_zero = self._y / self._x
-        variance = self._xx - self._x**2
-        if variance > (SPREAD * self._x) ** 2:
-            slope = (self._xy - self._x * self._y) / variance
+        through_zero = self._y / self.x
+        variance = self._xx - self.x**2
+        if variance > (SPREAD * self.x) ** 2:
+            slope = (self._xy - self.x * self._y) / variance
             self.slope = min(max(slope, through_zero / 1000), through_zero)
         self.slope = min(self.slope or through_zero, through_zero)
-        self.fixed = self._y - self.slope * self._x
+        self.fixed = self._y - self.slope * self.x
 
 
 def _mean(old: float, new: float) -> float:

@@ -1,5 +1,9 @@
 """Prefill beside decodes keeps to the time a step may take."""
 
+from random import Random
+
+import pytest
+
 from cflow.engine.pace import MIN_ROWS, UNKNOWN_ROWS, Pace
 
 
@@ -22,7 +26,32 @@ def test_beside_decodes_it_has_the_time_they_leave() -> None:
 
 
 def test_the_rows_of_a_step_are_never_exceeded() -> None:
-    assert measured(decode_s=0.001, row_s=1e-6).n_prefill_rows(12) == 500
+    pace = measured(decode_s=0.001, row_s=1e-6)
+    for _ in range(30):
+        n = pace.n_prefill_rows(12)
+        pace.observe(12, n, 0.001 + 1e-6 * n)
+    assert n == 500
+
+
+@pytest.mark.parametrize("by_position", [0.0, 1e-6, 2e-6])
+@pytest.mark.parametrize("noise", [0.0, 0.4])
+def test_rows_that_get_dearer_are_no_fixed_cost(by_position: float, noise: float) -> None:
+    """Later rows attend to more. Chunks shrink then while they take the same time, which looks as if
+    rows cost nothing."""
+    random = Random(1)
+    for prompt in range(40):
+        pace = Pace(0.25, 512)
+        position = 0
+        steps = []
+        while position < 4000:
+            pace.observe(1, 0, 0.01)
+            n = min(pace.n_prefill_rows(1), 4000 - position)
+            row_s = (0.002 + by_position * position) * (1 + noise * random.random())
+            steps.append(0.01 + n * row_s)
+            pace.observe(1, n, steps[-1])
+            position += n
+        assert max(steps) < 2 * 0.25, prompt
+        assert sum(steps) / len(steps) > 0.1
 
 
 def test_prefill_goes_on_however_slow() -> None:
