@@ -50,7 +50,7 @@ class EngineConfig:
     weights_memory: int | str | None = None
     expert_io: str = "direct"
     defer_experts: int = 0
-    expert_reads: int = 2
+    expert_reads: int = 3
     expert_read_rate: int | None = None
     isa: str | None = None
     max_sequences: int = 64

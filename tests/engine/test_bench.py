@@ -90,7 +90,7 @@ def test_the_debugging_precision(path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_experts_from_disk_are_accounted_for(path: Path) -> None:
     """1 layer of 6 experts, 2 a token, of which 3 fit: every want is a hit or a miss, every miss a
     record read."""
-    cached = config(path, expert_cache="50%")
+    cached = config(path, expert_cache="50%", expert_reads=2)
     result = bench.run(cached, prompt=40, gen=5, batch=(1, 2), runs=3)
     report = result.to_json()
     assert (report["expert_slots"], report["expert_records"]) == (3, 6)

@@ -91,7 +91,8 @@ def file(case: Case, tmp_path: Path) -> Path:
 @asynccontextmanager
 async def serving(path: Path, **settings: Any) -> AsyncIterator[Engine]:
     """With the smallest cache there is."""
-    engine = await Engine.start(EngineConfig(model=str(path), expert_cache="6%", **settings))
+    smallest = {"expert_cache": "6%", "expert_reads": 2}
+    engine = await Engine.start(EngineConfig(model=str(path), **smallest, **settings))
     try:
         await engine.wait_ready()
         yield engine

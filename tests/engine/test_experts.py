@@ -42,9 +42,9 @@ def test_bytes_and_shares_count_whatever_there_is_room_for() -> None:
 
 
 def test_the_smallest_cache_holds_a_record_for_each_read_and_one_more() -> None:
-    assert choose(3 * MIB) == 3 * MIB
+    assert choose(3 * MIB, expert_reads=2) == 3 * MIB
     with pytest.raises(EngineError, match=r"3,145,727 bytes are left .* 3,145,728 are") as caught:
-        choose(3 * MIB - 1)
+        choose(3 * MIB - 1, expert_reads=2)
     assert caught.value.code == "out_of_memory"
     with pytest.raises(EngineError, match=r"4,194,304 bytes is the expert_cache.*: 5 of 1,048,576"):
         choose(expert_cache="4%", expert_reads=4)
@@ -67,11 +67,11 @@ def test_a_rate_must_not_look_like_a_stuck_worker() -> None:
 
 def test_a_read_fails_before_the_worker_counts_as_stuck() -> None:
     assert expert_options(EngineConfig(model="m"), 7) == {
-        "cache": 7, "io": "direct", "threads": 2, "timeout_s": 10.0, "bytes_per_s": 0.0,
+        "cache": 7, "io": "direct", "threads": 3, "timeout_s": 10.0, "bytes_per_s": 0.0,
     }  # fmt: skip
     config = EngineConfig(model="m", stuck_s=8, expert_read_rate=MIB, expert_io="cached")
     assert expert_options(config, 7) == {
-        "cache": 7, "io": "cached", "threads": 2, "timeout_s": 4.0, "bytes_per_s": MIB,
+        "cache": 7, "io": "cached", "threads": 3, "timeout_s": 4.0, "bytes_per_s": MIB,
     }  # fmt: skip
 
 

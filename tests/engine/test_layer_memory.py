@@ -9,7 +9,7 @@ import pytest
 from cflow.engine import bench, native, plan
 from cflow.engine.config import EngineConfig
 from cflow.engine.errors import EngineError
-from cflow.engine.experts import ExpertBank
+from cflow.engine.experts import ExpertBank, expert_options
 from cflow.engine.layer_memory import FixedWeights, fix_weights, pieces, step_bytes
 from cflow.engine.native import LayerRecords, Model
 from makefiles.shape_file import synth_model
@@ -27,7 +27,10 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def records(path: Path) -> LayerRecords:
-    found = Model(str(path), header_only=True, weights_memory=1 << 50).layer_records
+    """As a server's defaults have them."""
+    experts = expert_options(EngineConfig(model=str(path)), 0)
+    model = Model(str(path), header_only=True, weights_memory=1 << 50, experts=experts)
+    found = model.layer_records
     assert found is not None
     return found
 
@@ -58,7 +61,8 @@ def test_a_budget_is_what_layers_take_beside_embedding_head_and_vectors(
     assert weights.n_bytes == apart + 8 * records.slot_bytes
     kept = 8 - records.n_least
     assert 0 < n_read <= (16 - kept) * records.slot_bytes
-    loaded = Model(str(path), weights_memory=weights.budget)
+    experts = expert_options(EngineConfig(model=str(path)), 0)
+    loaded = Model(str(path), weights_memory=weights.budget, experts=experts)
     assert loaded.layer_records is not None
     assert loaded.layer_records.step_bytes == n_read
     assert loaded.memory.resident_bytes <= weights.n_bytes + 3 * MIB + 2 * 2 * MIB  # whole runs
@@ -103,9 +107,9 @@ def test_a_plan_reckons_with_the_disk(
 
 def test_a_bench_counts_what_it_reads(path: Path, records: LayerRecords) -> None:
     """Each token wants each layer that does not stay once."""
-    config = EngineConfig(model=str(path), threads=2, weights_memory="25%")
+    config = EngineConfig(model=str(path), threads=2, weights_memory="50%")
     report = bench.run(config, prompt=20, gen=5, batch=(1,), runs=2).to_json()
-    kept = 4 - records.n_least
+    kept = 8 - records.n_least
     assert (report["layer_records"], report["layers_kept"]) == (16, kept)
     assert report["layer_reads"] == 2 * 5 * (16 - kept)
     assert report["layer_disk_bytes"] > 0

@@ -121,7 +121,7 @@ def test_plan_of_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_plan_of_more_experts_than_memory_holds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """2 layers of 6 experts, 2 a token; the cache holds 3 of the 12, so a token misses 3 records."""
+    """2 layers of 6 experts, 2 a token; the cache holds 4 of the 12, so a token misses 8 / 3 records."""
     path = RandomModel([{}, dict(EXPERTS), dict(EXPERTS)]).write(tmp_path / "m.cflow", "q8_0")
     monkeypatch.setattr(native, "probe_bandwidth", lambda *_: 10e9)
     monkeypatch.setattr(plan, "probe_disk", lambda *_: 1e6)
@@ -132,11 +132,12 @@ def test_plan_of_more_experts_than_memory_holds(
         path.stat().st_size,
     )
     assert (everything.disk_bytes_per_token, everything.disk_gb_s) == (0, None)
-    found = plan.run(path, "25%")
-    assert found.expert_cache_bytes == 3 * bank.record_bytes
-    assert found.resident_bytes == path.stat().st_size - 9 * bank.record_bytes
-    assert found.disk_bytes_per_token == 3 * bank.record_bytes
-    assert found.predicted_decode_tok_s == pytest.approx(1e6 / (3 * bank.record_bytes))
+    found = plan.run(path, 4 * bank.record_bytes)
+    assert found.expert_cache_bytes == 4 * bank.record_bytes
+    assert found.resident_bytes == path.stat().st_size - 8 * bank.record_bytes
+    missed_bytes = 8 / 3 * bank.record_bytes
+    assert found.disk_bytes_per_token == pytest.approx(missed_bytes)
+    assert found.predicted_decode_tok_s == pytest.approx(1e6 / missed_bytes)
     assert found.problem is None
 
 

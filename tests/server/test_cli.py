@@ -122,7 +122,7 @@ def test_what_has_no_flag_is_set_in_the_environment(
         raise CflowError("seen")
 
     monkeypatch.setattr("cflow.engine.bench.run", run)
-    for environment, reads in (({"CFLOW_EXPERT_READS": "3"}, 3), ({}, 2)):
+    for environment, reads in (({"CFLOW_EXPERT_READS": "2"}, 2), ({}, 3)):
         runner.invoke(app, ["bench", str(model)], env=environment)
         assert found.pop().expert_reads == reads
     result = runner.invoke(app, ["bench", str(model)], env={"CFLOW_EXPERT_READS": "many"})
