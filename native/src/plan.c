@@ -237,6 +237,7 @@ static void build_experts(builder *b, uint32_t layer, uint32_t stream, const cha
         layer_norm(b, stream, layer, l->norms_shared ? CFLOW_NORM2 : CFLOW_NORM3, norm_name);
     op *route = new_op(b, OP_MATMUL, PART_ROUTER, layer, "route");
     route->in[0] = x;
+    b->p->ops[b->made_by[x]].is_routed = 1;
     add_piece(b, route, model_matrix(b->m, layer, CFLOW_ROUTER), NULL, "router");
     if (l->shared_gate)
         add_piece(b, route, model_matrix(b->m, layer, CFLOW_SHARED_SCALE), NULL, "shared_scale");
@@ -353,6 +354,12 @@ static int is_expert_op(const op *o) {
     return o->kind == OP_EXPERT_GATED || o->kind == OP_EXPERT_DOWN;
 }
 
+/* The stage after the op that makes one of its inputs. A router has that stage for itself: it is
+ * short, and what it says begins reads. Other matrices of the same stream follow. */
+static uint32_t earliest_stage(const op *o, const op *maker) {
+    return maker->stage + (maker->is_routed && o->bytes && o->part != PART_ROUTER ? 2 : 1);
+}
+
 /* Everything as early as it can be; then expert ops as late as their readers allow, so that reads
  * issued when the router has spoken have the whole delay window. */
 static void level(builder *b) {
@@ -361,7 +368,7 @@ static void level(builder *b) {
         op *o = &p->ops[i];
         for (uint32_t k = 0; k < n_inputs(o); k++) {
             if (input(o, k) == NO_VALUE) continue;
-            const uint32_t after = p->ops[b->made_by[input(o, k)]].stage + 1;
+            const uint32_t after = earliest_stage(o, &p->ops[b->made_by[input(o, k)]]);
             if (o->stage < after) o->stage = after;
         }
         if (p->n_stages < o->stage + 1) p->n_stages = o->stage + 1;
@@ -452,13 +459,15 @@ static void assign_slots(plan *p) {
         }
 }
 
-/* Orders ops by stage, keeping the order of building inside one. */
+/* Orders ops by stage; in one those that begin reads first, else as they were built. */
 static void sort_ops(plan *p, op *sorted) {
     uint32_t n = 0;
     for (uint32_t stage = 0; stage < p->n_stages; stage++) {
         p->first_op[stage] = n;
-        for (uint32_t i = 0; i < p->n_ops; i++)
-            if (p->ops[i].stage == stage) sorted[n++] = p->ops[i];
+        for (int is_router = 1; is_router >= 0; is_router--)
+            for (uint32_t i = 0; i < p->n_ops; i++)
+                if (p->ops[i].stage == stage && (p->ops[i].part == PART_ROUTER) == is_router)
+                    sorted[n++] = p->ops[i];
     }
     p->first_op[p->n_stages] = n;
     memcpy(p->ops, sorted, n * sizeof *sorted);

@@ -89,10 +89,11 @@ typedef struct {
     uint32_t n_terms;
     norm norms[MAX_NORMS];
     uint32_t n_norms;
+    int is_routed; /* OP_COMBINE: a router reads it */
 } op;
 
 struct plan {
-    op *ops; /* in stage order */
+    op *ops; /* in stage order; in a stage routers and selections first */
     uint32_t n_ops;
     uint32_t *first_op; /* (n_stages + 1,) */
     uint32_t n_stages;

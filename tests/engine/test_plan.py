@@ -112,10 +112,10 @@ def test_weights_used_three_times_are_stored_once(opened: Open) -> None:
 def test_plan_of_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "probe_bandwidth", lambda *_: 10e9)
     found = plan.run_shape("arch2_4_combined_d512")
-    assert found.n_stages == found.n_barriers == len(found.stages) == 31  # five a layer, and one
+    assert found.n_stages == found.n_barriers == len(found.stages) == 37  # six a layer, and one
     assert found.critical_path_bytes < found.layer_bytes < found.bytes_per_token
     together = next(stage.ops for stage in found.stages if "L2.qkv" in stage.ops)
-    assert {"L2.route", "L3.gate_up"} < set(together)  # layer 3's dense FFN reads x_in[2]
+    assert {"L2.select", "L3.gate_up"} < set(together)  # layer 3's dense FFN reads x_in[2]
 
 
 def test_plan_of_more_experts_than_memory_holds(

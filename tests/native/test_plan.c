@@ -165,6 +165,12 @@ static void experts_run_late_and_routers_early(void) {
     const op *x_in1 = find_op(p, "L1.x_in"), *x_in4 = find_op(p, "L4.x_in");
     CHECK(route->stage == x_in1->stage + 1, "router in stage %u, its input in %u", route->stage,
           x_in1->stage);
+    CHECK(p->first_op[route->stage + 1] - p->first_op[route->stage] == 1,
+          "what begins reads waits for other ops of its stage");
+    CHECK(&p->ops[p->first_op[route->stage + 1]] == find_op(p, "L1.select"),
+          "the selection is not the first of its stage");
+    CHECK(find_op(p, "L1.qkv")->stage == route->stage + 1, "attention waits for longer");
+    CHECK(find_op(p, "L2.gate_up")->stage == route->stage + 1, "the next dense FFN waits longer");
     CHECK(down->stage + 1 == x_in4->stage, "experts end in stage %u, injected in %u", down->stage,
           x_in4->stage);
     CHECK(find_op(p, "L5.expert_down")->stage + 1 == find_op(p, "x_out")->stage,

@@ -117,7 +117,8 @@ static void refused(const cflow_model *model, cflow_ctx_options options, const c
     CHECK(strstr(err.text, text), "%s", err.text);
 }
 
-/* Units are counted in 24 bits: here experts of 2^13 units, 2048 of them at work in one stage. */
+/* Units are counted in 24 bits: here experts of 2^13 units, 2048 of them at work in one stage,
+ * beside the two of a shared expert. */
 static void more_than_can_be_counted_is_refused(const cflow_model *model) {
     cflow_ctx_options options = {.n_threads = 1,
                                  .max_rows = 2048,
@@ -136,7 +137,7 @@ static void more_than_can_be_counted_is_refused(const cflow_model *model) {
     blocks[1][CFLOW_EXPERT_GATE].stripe_rows = 32;
     wide.layers = layers;
     wide.blocks = blocks;
-    refused(&wide, options, "16777216 pieces of work");
+    refused(&wide, options, "16777218 pieces of work");
     uint64_t kv, rest;
     options.max_rows = 2047;
     CHECK(cflow_ctx_memory(&kv, &rest, &wide, &options, NULL) == CFLOW_OK, "2047 rows");

@@ -52,22 +52,22 @@ def test_a_delayed_dense_lies_beside_the_attention_it_runs_with(tmp_path: Path) 
     two = random_model(tmp_path / "two.vflow", COMBINED, COMBINED)
     assert resident(two) == (
         "embedding norm1.0 norm2.0 norm2.1 "
-        "q.0 k.0 v.0 router.0 gate.0 up.0 gate.1 up.1 down.0 down.1 o.0 "
-        "norm1.1 q.1 k.1 v.1 router.1 o.1 final_norm head"
+        "router.0 q.0 k.0 v.0 gate.0 up.0 gate.1 up.1 down.0 down.1 o.0 "
+        "norm1.1 router.1 q.1 k.1 v.1 o.1 final_norm head"
     )
     three = random_model(tmp_path / "three.vflow", COMBINED, COMBINED, COMBINED)
     assert resident(three) == (
         "embedding norm1.0 norm2.0 norm2.1 "
-        "q.0 k.0 v.0 router.0 gate.0 up.0 gate.1 up.1 down.0 down.1 o.0 "
-        "norm1.1 norm2.2 q.1 k.1 v.1 router.1 gate.2 up.2 down.2 o.1 "
-        "norm1.2 q.2 k.2 v.2 router.2 o.2 final_norm head"
+        "router.0 q.0 k.0 v.0 gate.0 up.0 gate.1 up.1 down.0 down.1 o.0 "
+        "norm1.1 norm2.2 router.1 q.1 k.1 v.1 gate.2 up.2 down.2 o.1 "
+        "norm1.2 router.2 q.2 k.2 v.2 o.2 final_norm head"
     )
 
 
-def test_an_early_router_lies_beside_the_attention_it_runs_with(tmp_path: Path) -> None:
+def test_an_early_router_lies_before_the_attention_it_runs_ahead_of(tmp_path: Path) -> None:
     """arch4: routers read x_in, the dense stays behind the attention."""
     path = random_model(tmp_path / "x.vflow", ASYNC, ASYNC)
-    layer = "norm1.{0} norm2.{0} q.{0} k.{0} v.{0} router.{0} o.{0} gate.{0} up.{0} down.{0}"
+    layer = "norm1.{0} norm2.{0} router.{0} q.{0} k.{0} v.{0} o.{0} gate.{0} up.{0} down.{0}"
     want = f"embedding {layer.format(0)} {layer.format(1)} final_norm head"
     assert resident(path) == want
 
@@ -86,7 +86,7 @@ def test_experts_lie_in_the_order_of_their_injection(tmp_path: Path) -> None:
 
 def test_a_tied_embedding_lies_where_the_head_reads_it(tmp_path: Path) -> None:
     path = RandomModel([COMBINED, COMBINED], tied=1).write(tmp_path / "x.vflow")
-    assert resident(path).startswith("norm1.0 norm2.0 norm2.1 q.0 ")
+    assert resident(path).startswith("norm1.0 norm2.0 norm2.1 router.0 q.0 ")
     assert resident(path).endswith(" o.1 final_norm embedding")
 
 

@@ -130,18 +130,18 @@ def shape(folder: Path, widths: Widths = SMALL.random, n_layers: int = 16) -> st
 
 
 def test_windows_of_the_plan(tmp_path: Path) -> None:
-    """docs/delays.md: layer 1 chooses in stage 7 and starts in stage 18, where layer 3 has routed in
-    stage 17; the last three land together."""
+    """docs/delays.md: layer 1 chooses in stage 8 and starts in stage 22, where layer 3 has routed in
+    stage 20; the last three land together."""
     synth_header(shape(tmp_path), tmp_path / "m.cflow")
     ops = Model(str(tmp_path / "m.cflow"), header_only=True).ops
     n_stages = 1 + max(op.stage for op in ops)
     step = plan_step(ops, [1.0] * n_stages, 5.0, top_k=2, chosen=1)
-    assert n_stages == 81
-    assert step.stages[7].routed == (1,)
-    assert step.stages[17].landed == (1,)
-    assert step.stages[18].starts == step.stages[19].ends == (1,)
-    assert step.stages[77].landed == step.stages[78].starts == (13, 14, 15)
-    assert step.stages[12].landed == (0,)
+    assert n_stages == 97
+    assert step.stages[8].routed == (1,)
+    assert step.stages[20].landed == (1,)
+    assert step.stages[22].starts == step.stages[23].ends == (1,)
+    assert step.stages[92].landed == step.stages[94].starts == (13, 14, 15)
+    assert step.stages[14].landed == (0,)
     assert sum(len(stage.routed) for stage in step.stages) == 16
     assert step.seconds == pytest.approx(n_stages + 5.0)  # every second is somebody's
 
