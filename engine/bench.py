@@ -2,7 +2,8 @@
 
 Decode starts from an empty context and is fed random tokens, a greedy choice counted with each step;
 prefill is one prompt in the server's step size. No server, no text. Tokens are the same in every
-bench and others in each of its runs, so that no run finds the experts of the one before.
+bench and others in each of its runs, so that no run finds the experts of the one before. A disk that
+takes part is measured before each run and after the last one: its speed drifts within minutes.
 """
 
 from __future__ import annotations
@@ -94,7 +95,8 @@ class Tier:
     io: str  # "direct" or "cached"
     prefill: TierUse
     decode: TierUse
-    disk_probe_gb_s: float  # direct reads of such records
+    prefill_disk_probe_gb_s: float  # direct reads of such records, median of those between its runs
+    disk_probe_gb_s: float  # of decode
 
     @property
     def floor_tok_s(self) -> float | None:
@@ -128,7 +130,10 @@ class Tier:
             f"{prefix}disk_probe_gb_s": self.disk_probe_gb_s,
             f"{prefix}disk_floor_tok_s": self.floor_tok_s,
             f"prefill_{prefix}disk_bytes": self.prefill.disk_bytes,
-            f"prefill_{prefix}disk_floor_tok_s": self.prefill.floor_tok_s(self.disk_probe_gb_s),
+            f"prefill_{prefix}disk_probe_gb_s": self.prefill_disk_probe_gb_s,
+            f"prefill_{prefix}disk_floor_tok_s": self.prefill.floor_tok_s(
+                self.prefill_disk_probe_gb_s
+            ),
         }
 
 
@@ -214,14 +219,14 @@ def run(
     bench.warm_up()
     experts, layers = _experts(model, config), _layers(model, config)
     disks = [disk for disk in (experts, layers) if disk is not None]
-    before = _probe(threads, disks, progress)
+    before = _probe(threads, progress)
     _note(disks)
-    prefill = bench.prefill(prompt)
+    prefill = bench.prefill(prompt, disks)
     _note(disks)
-    decode = bench.decode(1, gen)
+    decode = bench.decode(1, gen, disks)
     _note(disks)
     rates = [Batch(n, decode if n == 1 else bench.decode(n, gen)) for n in batch]
-    after = _probe(threads, disks, progress)
+    after = _probe(threads, progress)
     memory = model.memory
     return BenchResult(
         model=model.metadata.get("name") or Path(config.model).stem,
@@ -257,13 +262,11 @@ def _probe_bytes() -> int:
     return max(PROBE_BYTES, 4 * machine.cpu().l3_bytes)
 
 
-def _probe(threads: int, disks: Iterable[_Disk], report: Report) -> float:
-    """GB/s of main memory: a buffer that no cache holds, read with the same threads. And disks."""
+def _probe(threads: int, report: Report) -> float:
+    """GB/s of main memory: a buffer that no cache holds, read with the same threads."""
     report("probe", 0, 1)
     rate = native.probe_bandwidth(_probe_bytes(), threads, PROBE_PASSES) / 1e9
     report("probe", 1, 1)
-    for disk in disks:
-        disk.probe(report)
     return rate
 
 
@@ -300,17 +303,18 @@ class _Disk:
         self._in_memory = in_memory
         self._bank = bank
         self._n_reads = n_reads
-        self._rates: list[float] = []
+        self._rates: list[list[float]] = []  # after each note
         self._notes: list[TierStats] = []
 
     def probe(self, report: Report) -> None:
         report("disk probe", 0, 1)
-        self._rates.append(probe_disk(self._path, self._bank, self._n_reads) / 1e9)
+        self._rates[-1].append(probe_disk(self._path, self._bank, self._n_reads) / 1e9)
         report("disk probe", 1, 1)
 
     def note(self) -> None:
         """To be called before prefill, after it, and after decode."""
         self._notes.append(self._stats())
+        self._rates.append([])
 
     def tier(self, n_prompt: int, n_gen: int) -> Tier:
         """For so many tokens of prefill and of decode."""
@@ -321,7 +325,8 @@ class _Disk:
             io="direct" if last.direct_io else "cached",
             prefill=TierUse.between(first, between, n_prompt),
             decode=TierUse.between(between, last, n_gen),
-            disk_probe_gb_s=max(self._rates),
+            prefill_disk_probe_gb_s=statistics.median(self._rates[0]),
+            disk_probe_gb_s=statistics.median(self._rates[1]),
         )
 
 
@@ -343,16 +348,21 @@ class _Bench:
         for sequence in range(streams):
             self._context.bind(sequence, range(sequence * n, (sequence + 1) * n))
 
+    def _probe(self, disks: Iterable[_Disk]) -> None:
+        for disk in disks:
+            disk.probe(self._report)
+
     def warm_up(self) -> None:
         self._bind(1, WARM_UP_STEPS)
         for _ in self._steps(1, WARM_UP_STEPS):
             pass
 
-    def prefill(self, n: int) -> Runs:
+    def prefill(self, n: int, disks: Iterable[_Disk]) -> Runs:
         """One prompt of n tokens and its first choice."""
         self._bind(1, n)
         rates = []
         for done in range(self._runs):
+            self._probe(disks)
             self._report("prefill", done, self._runs)
             rows = [Row(0, token, i) for i, token in enumerate(self._tokens(n))]
             rows[-1] = rows[-1]._replace(flags=const.CFLOW_ROW_LOGITS)
@@ -362,19 +372,22 @@ class _Bench:
                 step(self._context, chunk)
             self._context.sample([Pick(len(chunk) - 1, temperature=0.0)])
             rates.append(n / (time.perf_counter() - start))
+        self._probe(disks)
         self._report("prefill", self._runs, self._runs)
         return Runs.of(rates)
 
-    def decode(self, streams: int, n: int) -> Runs:
+    def decode(self, streams: int, n: int, disks: Iterable[_Disk] = ()) -> Runs:
         """n tokens for each of `streams` sequences, all in every step."""
         self._bind(streams, n)
         what, total = f"decode {streams}", self._runs * n
         rates = []
         for run_index in range(self._runs):
+            self._probe(disks)
             start = time.perf_counter()
             for n_done in self._steps(streams, n):
                 self._report(what, run_index * n + n_done, total)
             rates.append(streams * n / (time.perf_counter() - start))
+        self._probe(disks)
         return Runs.of(rates)
 
     def _steps(self, streams: int, n: int) -> Iterator[int]:

@@ -39,7 +39,6 @@ ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "docs" / "results" / "expert_tier.json"
 GROUPS = Path("/sys/fs/cgroup/memory")
 CACHE = "25%"
-READS = "CFLOW_EXPERT_READS"
 KV_BYTES = 256 << 20
 MORE_BYTES = 300_000_000  # what a worker may take beside weights, cache, keys and values
 PROMPT = 64
@@ -50,7 +49,7 @@ class Case:
     shape: str
     gen: int  # tokens of a run
     limit: int | None = None  # bytes of memory for the whole process
-    reads: int = 3  # in flight at most
+    fits: bool = False  # runs with all experts in memory too: what compute alone allows
 
     @property
     def name(self) -> str:
@@ -59,33 +58,23 @@ class Case:
     @property
     def command(self) -> str:
         """As one types it, inside the limit."""
-        return f"{READS}={self.reads} cflow bench {self.shape}.cflow {' '.join(self.flags)}"
+        return f"cflow bench {self.shape}.cflow {' '.join(self.flags(CACHE))}"
 
-    @property
-    def flags(self) -> list[str]:
-        return [f"--prompt={PROMPT}", f"--gen={self.gen}", "--batch=1", f"--expert-cache={CACHE}"]
+    def flags(self, cache: str) -> list[str]:
+        return [f"--prompt={PROMPT}", f"--gen={self.gen}", "--batch=1", f"--expert-cache={cache}"]
 
 
 CASES = (
-    Case("arch2_4_8k_4l", gen=64),
+    Case("arch2_4_8k_4l", gen=64, fits=True),
     Case("qwen3-30b-a3b", gen=32),
-    Case("qwen3-30b-a3b", gen=32, limit=6 << 30, reads=2),
     Case("qwen3-30b-a3b", gen=32, limit=6 << 30),
 )
 
 
 def measure(case: Case, path: Path) -> dict[str, Any]:
     with _group(case.limit) as group:
-        command = [sys.executable, "-P", "-m", "cflow.server", "bench", str(path), "--json"]
-        job = subprocess.run(
-            [*command, *case.flags],
-            env=os.environ | {READS: str(case.reads)},
-            preexec_fn=None if group is None else partial(_enter, group),
-            stdout=subprocess.PIPE,
-            check=True,
-        )
+        found = _bench(case, path, CACHE, group)
         group_bytes = None if group is None else _peak(group)
-    found = json.loads(job.stdout)
     return {
         "case": case.name,
         "model": case.shape,
@@ -97,12 +86,35 @@ def measure(case: Case, path: Path) -> dict[str, Any]:
         "expert_records": found["expert_records"],
         "expert_io": found["expert_io"],
         "threads": found["threads"],
-        "disk_probe_gb_s": found["disk_probe_gb_s"],
         "decode": _phase(found, "decode", "", 3 * case.gen),
         "prefill": _phase(found, "prefill", "prefill_", 3 * PROMPT),
-        "memory": asyncio.run(_worker_memory(path, case.reads)) if case.limit is None else None,
-        "expert_reads": case.reads,
+        "in_memory": _in_memory(case, path) if case.fits else None,
+        "memory": asyncio.run(_worker_memory(path)) if case.limit is None else None,
     }
+
+
+def _bench(case: Case, path: Path, cache: str, group: Path | None = None) -> dict[str, Any]:
+    job = subprocess.run(
+        [
+            sys.executable,
+            "-P",
+            "-m",
+            "cflow.server",
+            "bench",
+            str(path),
+            "--json",
+            *case.flags(cache),
+        ],
+        preexec_fn=None if group is None else partial(_enter, group),
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    return dict(json.loads(job.stdout))
+
+
+def _in_memory(case: Case, path: Path) -> dict[str, float]:
+    found = _bench(case, path, "100%")
+    return {name: found[name] for name in ("decode_tok_s", "prefill_tok_s")}
 
 
 def _phase(found: dict[str, Any], name: str, prefix: str, n_tokens: int) -> dict[str, Any]:
@@ -110,6 +122,7 @@ def _phase(found: dict[str, Any], name: str, prefix: str, n_tokens: int) -> dict
     floor = found[f"{prefix}disk_floor_tok_s"]
     return {
         "tok_s": found["runs"][f"{name}_tok_s"],
+        "disk_probe_gb_s": found[f"{prefix}disk_probe_gb_s"],
         "disk_floor_tok_s": floor,
         "of_floor": found[f"{name}_tok_s"] / floor if floor else None,
         "hits": found[f"{prefix}expert_hits"],
@@ -118,11 +131,9 @@ def _phase(found: dict[str, Any], name: str, prefix: str, n_tokens: int) -> dict
     }
 
 
-async def _worker_memory(path: Path, reads: int) -> dict[str, int]:
+async def _worker_memory(path: Path) -> dict[str, int]:
     """The most that a serving worker had resident, and what it may have."""
-    config = EngineConfig(
-        model=str(path), expert_cache=CACHE, expert_reads=reads, kv_memory=KV_BYTES
-    )
+    config = EngineConfig(model=str(path), expert_cache=CACHE, kv_memory=KV_BYTES)
     with tempfile.TemporaryDirectory() as uses:
         os.environ["XDG_CACHE_HOME"] = uses
         engine = await Engine.start(config)
@@ -178,14 +189,14 @@ def main() -> None:
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     old = json.loads(RESULTS.read_text())["runs"] if RESULTS.exists() else []
-    runs = {(run["case"], run["expert_reads"]): run for run in old}
+    runs = {run["case"]: run for run in old}
     for case in CASES:
         if case.name not in args.cases:
             continue
         path = args.folder / f"{case.shape}.cflow"
         if not path.exists():
             synth(case.shape, path)
-        run = runs[case.name, case.reads] = measure(case, path)
+        run = runs[case.name] = measure(case, path)
         print(json.dumps(run, indent=2))
         RESULTS.write_text(json.dumps(_results(list(runs.values())), indent=2) + "\n")
 
