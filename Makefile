@@ -14,7 +14,7 @@ ACCURACY := tests/engine/models
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help serve build test test-native test-python test-accuracy bench bench-experts claims test-page check format wheel clean
+.PHONY: help serve build test test-native test-python test-accuracy bench bench-experts claims image soak test-page check format wheel clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -56,6 +56,9 @@ test-python: $(VENV)/tools $(VENV)/cflow
 test-accuracy: $(VENV)/tools $(VENV)/cflow ## Score the real models on every window of the text
 	CFLOW_TEST_WINDOWS=all $(BIN)/pytest $(ACCURACY)
 
+soak: $(VENV)/tools $(VENV)/cflow ## Mixed load for 30 minutes, with the worker killed every 3
+	$(BIN)/python tests/e2e/soak.py $(FLAGS)
+
 test-page: $(VENV)/tools $(VENV)/cflow ## Drive the page with Chromium (Debian, root) and take its pictures
 	command -v chromium >/dev/null || apt-get install -y -q chromium
 	$(PIP) install -q --editable '.[test,dev,page]'
@@ -71,6 +74,10 @@ claims: $(VENV)/tools $(VENV)/cflow ## Measure the published claims here and wri
 	$(CMAKE) -B build/bench -DCMAKE_BUILD_TYPE=Release -DCFLOW_BENCH=ON
 	$(BIN)/cmake --build build/bench
 	$(BIN)/cflow lab claims $(FLAGS)
+
+image: $(VENV)/tools $(VENV)/cflow ## Build the container image without a Docker engine and try it: root, apt
+	docker/build-here.sh
+	$(BIN)/pytest tests/e2e/test_image.py
 
 build/types:
 	mkdir -p $@/cflow

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.routing import APIRoute
@@ -16,8 +14,8 @@ from cflow.server.errors import install_error_handlers
 from cflow.server.http_metrics import HttpMetrics
 from cflow.server.linger import Linger
 from cflow.server.metrics import Metrics
+from cflow.server.openapi import describe
 from cflow.server.routes import chat, completions, health, models, page, tokens
-from cflow.server.schemas import SHAPES
 from cflow.server.service import Service
 
 ROUTERS = (
@@ -28,18 +26,6 @@ ROUTERS = (
     health.router,
     page.router,
 )
-
-
-def _describe_bodies(app: FastAPI) -> None:
-    """Routes read their bodies themselves; /openapi.json gets the shapes they name."""
-    make = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        document = make()
-        document.setdefault("components", {}).setdefault("schemas", {}).update(SHAPES)
-        return document
-
-    app.openapi = openapi  # type: ignore[method-assign]
 
 
 def _check_experts(config: ServerConfig, top_k: int) -> None:
@@ -58,7 +44,7 @@ def create_app(config: ServerConfig, engine: Engine) -> FastAPI:
     for router in ROUTERS:
         app.include_router(router)
     install_error_handlers(app)
-    _describe_bodies(app)
+    describe(app)
     # The last added is the outermost.
     app.state.keys = ApiKeys(config.api_keys) if config.api_keys is not None else None
     if app.state.keys is not None:

@@ -80,7 +80,7 @@ def _fits_latin1(text: str) -> bool:
     return max(map(ord, text), default=0) < 256
 
 
-def _is_open(path: str) -> bool:
+def is_open(path: str) -> bool:
     return path in OPEN_PATHS or path.startswith(OPEN_FOLDER)
 
 
@@ -101,7 +101,7 @@ class Authentication:
         self.keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or _is_open(scope["path"]):
+        if scope["type"] != "http" or is_open(scope["path"]):
             await self.app(scope, receive, send)
             return
         token = _bearer(scope)

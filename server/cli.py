@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,12 +18,29 @@ from cflow.server.options import engine_flags, read_settings
 from cflow.server.progress import console
 
 app = typer.Typer(
-    help="Serve language models from CPU machines at the speed their memory allows.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from cflow.server.routes.health import version
+
+        print(f"cflow {version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def cflow(
+    show_version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """Serve language models from CPU machines at the speed their memory allows."""
 
 
 @app.command()
@@ -103,6 +121,8 @@ def _serve(settings: dict[str, Any]) -> None:
     config = server_config(settings)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s")
     logging.getLogger("cflow.access").disabled = not config.access_log
+    # Until the server has its own: the first process of a container is not ended by default.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     reference = config.engine.model
     listen(config.host, config.port).close()  # a port in use is told before a long download
     if "model" in settings:

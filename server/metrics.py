@@ -21,6 +21,7 @@ from prometheus_client.core import (
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
+from cflow.engine.cgroup import cpu_throttling
 from cflow.engine.engine import Engine
 from cflow.engine.messages import DiskStats
 from cflow.server.meter import Meter
@@ -155,6 +156,7 @@ class EngineCollector(Collector):
         yield from self._totals()
         yield from self._gauges()
         yield self._memory()
+        yield from self._throttling()
         yield from self._disk()
 
     def _totals(self) -> Iterator[Metric]:
@@ -219,6 +221,20 @@ class EngineCollector(Collector):
         }
         text = "Memory of the worker."
         return self._by(GaugeMetricFamily, "cflow_memory_bytes", text, "kind", n_bytes)
+
+    def _throttling(self) -> Iterator[Metric]:
+        """The worker runs in the same control groups as this process."""
+        found = cpu_throttling()
+        yield from self._plain(
+            CounterMetricFamily,
+            ("cflow_cgroup_cpu_periods", found.periods, "Periods of the CPU quota."),
+            ("cflow_cgroup_cpu_throttled_periods", found.throttled, "Those it has cut short."),
+            (
+                "cflow_cgroup_cpu_throttled_seconds",
+                found.seconds,
+                "Time the CPU quota has stopped threads, summed over CPUs.",
+            ),
+        )
 
     def _disk(self) -> Iterator[Metric]:
         """Zeros where all weights stay in memory."""

@@ -6,6 +6,7 @@ from importlib import metadata
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
+from fastapi.responses import PlainTextResponse
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from cflow.engine.engine import Engine
@@ -70,7 +71,7 @@ async def show_version() -> Response:
     return Response(encode({"version": version()}), media_type="application/json")
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse)
 async def show_metrics(request: Request) -> Response:
     """Prometheus text format 0.0.4."""
     text = service_of(request).metrics.exposition()

@@ -7,6 +7,7 @@ import re
 import socket
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,11 @@ def test_plan_of_nothing_lists_models_and_shapes() -> None:
     assert isinstance(problem, CflowError)
     for name in ("smollm2-135m", "tinystories", *(path.stem for path in SHAPES.glob("*.toml"))):
         assert name in str(problem)
+
+
+def test_version() -> None:
+    result = runner.invoke(app, ["--version"])
+    assert (result.exit_code, result.output) == (0, f"cflow {metadata.version('cflow')}\n")
 
 
 def test_doctor() -> None:

@@ -7,10 +7,12 @@ import random
 from typing import Any
 
 import msgspec
+import pytest
 from fake_engine import READY, FakeEngine
 from live import Live
 from prometheus_client.parser import text_string_to_metric_families
 
+from cflow.engine.cgroup import Throttling
 from cflow.engine.messages import DiskStats, Stats
 from cflow.server.metrics import token_buckets
 
@@ -143,6 +145,17 @@ def test_the_engines_totals_and_gauges(serve: Any) -> None:
         == 6
     )
     assert live.metric('cflow_memory_bytes{engine="0",kind="kv",model_name="fake/model"}') == 300
+
+
+def test_what_a_cpu_quota_stopped(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "cflow.server.metrics.cpu_throttling",
+        lambda: Throttling(periods=10, throttled=4, seconds=2.5),
+    )
+    live: Live = serve()
+    values = {"periods": 10, "throttled_periods": 4, "throttled_seconds": 2.5}
+    for name, value in values.items():
+        assert live.metric(f"cflow_cgroup_cpu_{name}_total{{{MODEL}}}") == value
 
 
 def test_without_a_worker_all_values_are_finite(serve: Any) -> None:

@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Builds the image without a Docker engine: `docker/build-here.sh [TAG]`, as root on Debian.
+# The base image is made by debootstrap, the Dockerfile is run by buildah; the result is in podman's
+# store. Needs: apt-get install buildah podman debootstrap runc, and qemu-user-static to try the image.
+set -eu
+cd "$(dirname "$0")/.."
+tag=${1:-cflow}
+base=localhost/cflow-base:bookworm
+export STORAGE_DRIVER=${STORAGE_DRIVER:-vfs} BUILDAH_ISOLATION=chroot
+
+if ! buildah inspect --type image "$base" >/dev/null 2>&1; then
+    root=$(mktemp -d)
+    trap 'rm -rf --one-file-system "$root"' EXIT
+    debootstrap --variant=minbase --include=ca-certificates bookworm "$root"
+    rm -rf "$root"/var/cache/apt/* "$root"/var/lib/apt/lists/* "$root"/var/log/* \
+        "$root"/usr/share/{doc,man,info,locale}/*
+    tar -C "$root" -c . | podman import - "$base"
+fi
+
+# A machine with a package index or certificates of its own says so in these; the build borrows them.
+lent=()
+for file in /etc/pip.conf /etc/ssl/certs/ca-certificates.crt; do
+    if [ -e "$file" ]; then lent+=(--volume "$file:$file:ro"); fi
+done
+buildah bud --layers --format docker --build-arg "BASE=$base" "${lent[@]}" -f docker/Dockerfile -t "$tag" .
+podman image inspect --format '{{.Size}} bytes in {{len .RootFS.Layers}} layers' "$tag"
