@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import logging
 import time
 from typing import Any
 
@@ -139,8 +140,9 @@ def test_errors_do_not_amplify(live: Live) -> None:
 
 
 def test_every_answer_has_an_id_and_repeats_the_clients(
-    serve: Any, caplog: pytest.LogCaptureFixture
+    serve: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(logging.getLogger("cflow.access"), "disabled", False)
     caplog.set_level("INFO", logger="cflow.access")
     live: Live = serve()
     for stream in (False, True):
