@@ -133,7 +133,7 @@ class Prometheus:
     def is_scraping(self) -> bool:
         try:
             return self.values('count_over_time(up{job="cflow"}[1m])') > [3]
-        except httpx.TransportError:
+        except (httpx.TransportError, ValueError):  # it says in words that it is not ready yet
             return False
 
     def stop(self) -> None:
