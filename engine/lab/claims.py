@@ -6,7 +6,7 @@ What this machine cannot show is said so in its row.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from cflow.engine import machine, native
@@ -38,6 +38,8 @@ from cflow.engine.lab.overlap import RESULTS as OVERLAP_RESULTS
 from cflow.engine.lab.overlap import Overlap
 from cflow.engine.lab.page import HERE, NOT_YET, Claim, page, table
 from cflow.engine.lab.results import BigModels, Trained
+from cflow.engine.lab.storage import HINTS, OWN_HINT, Run, Storage
+from cflow.engine.lab.storage import RESULTS as STORAGE_RESULTS
 from cflow.engine.reports import Report, silent
 
 ITSELF = "`cflow lab claims`"
@@ -75,9 +77,10 @@ def write_claims(
     big = results.read(big_models, BigModels)
     training = results.read(root / "docs/results/training.json", Trained)
     overlap = results.read(root / OVERLAP_RESULTS, Overlap)
+    storage = results.read(root / STORAGE_RESULTS, Storage)
     claims = [
-        *measured_claims(Bench(root, sizes, threads, report), training, overlap),
-        disk_layout_claim(),
+        *measured_claims(Bench(root, sizes, threads, report), training, overlap, storage),
+        disk_layout_claim(storage),
         end_to_end_claim(big),
         overlap_claim(overlap),
     ]
@@ -94,7 +97,9 @@ def machine_text(threads: int) -> str:
     )
 
 
-def measured_claims(bench: Bench, training: Trained | None, overlap: Overlap | None) -> list[Claim]:
+def measured_claims(
+    bench: Bench, training: Trained | None, overlap: Overlap | None, storage: Storage | None
+) -> list[Claim]:
     """Claims 1 to 7. Memory is probed before and after the kernels run."""
     small = {arm: bench.published_shape(arm, 512) for arm in PLANNED_ARMS}
     plans = {name: planned(name) for name in STOCK}
@@ -113,7 +118,7 @@ def measured_claims(bench: Bench, training: Trained | None, overlap: Overlap | N
         order_claim(
             bench.groups("order"), plans, shapes[DELAYED], bench.shown(bench.command("order"))
         ),
-        prefetch_claim(prefetch, bench.shown(bench.command("prefetch"))),
+        prefetch_claim(prefetch, storage, bench.shown(bench.command("prefetch"))),
         schedule_claim(
             shapes,
             bench.shared_bus(),
@@ -319,7 +324,7 @@ Order on disk is claim 8.""",
     )
 
 
-def prefetch_claim(found: Mapping[int, Groups], command: str) -> Claim:
+def prefetch_claim(found: Mapping[int, Groups], storage: Storage | None, command: str) -> Claim:
     name, published = (
         "6. PREFETCHT0",
         "refuted: about 4 % worse at 4.7 GB of direct I/O, else within 0.1 %",
@@ -332,7 +337,7 @@ def prefetch_claim(found: Mapping[int, Groups], command: str) -> Claim:
         (
             isa,
             str(n),
-            *(arms[hint].text() for hint in ("none", "t0", "t1")),
+            *(arms[hint].text() for hint in HINTS),
             *(f"{arms[hint].over(arms['none']):.2f}x" for hint in ("t0", "t1")),
         )
         for isa, n, arms in cases
@@ -340,25 +345,59 @@ def prefetch_claim(found: Mapping[int, Groups], command: str) -> Claim:
     head = ("kernel", "threads", "none", "T0", "T1", "T0 over none", "T1 over none")
     isa, threads, arms = cases[-1]
     t0, t1 = rows[-1][-2:]
-    helps = arms["t0"].beats(arms["none"])
+    from_disk = streamed_hints(storage)
+    ours = f"T0 {t0}, T1 {t1} of no hints ({isa}, {threads} threads, RAM)"
     return Claim(
         name,
         published,
-        f"T0 {t0}, T1 {t1} of no hints ({isa}, {threads} threads, RAM)",
-        f"`{command}`",
-        HERE,
-        f"in RAM {'the refutation does not hold' if helps else 'refuted here too'}; from storage "
-        "not yet measured",
+        ours + (f"; from disk {hint_gains(from_disk)}" if from_disk else ""),
+        f"`{command}`; `cflow lab storage`",
+        HERE if storage is None else f"{HERE}; from disk: {storage.machine}",
+        f"in RAM {hint_verdict(arms)}; from storage {hint_verdict(from_disk)}",
         f"""\
 The engine's kernels with their hints (T0, 8 KiB ahead), with the same hints to the second level (T1) \
 and without any, in GB/s of q4_0 weights from RAM; the second argument of the command is the threads. The \
 paper's hints walked whole regions ahead of a pass that waited for storage, and whole expert regions at \
 30.9B, where removing them won 1.92x; hints that run a fixed way ahead inside the kernel are another \
-thing. An earlier machine preferred T1 (first speeds, docs/decisions.md). The storage-bound half needs \
-layers from disk (`--weights-memory`) and is not yet measured.
+thing. An earlier machine preferred T1 (first speeds, docs/decisions.md).
 
-{table(head, rows)}""",
+{table(head, rows)}
+
+{streamed_hints_text(storage)}""",
     )
+
+
+def hint_verdict(arms: Mapping[str, Samples] | None) -> str:
+    if arms is None:
+        return NOT_YET
+    if arms["t0"].beats(arms["none"]):
+        return "the refutation does not hold"
+    worse = arms["none"].beats(arms["t0"])
+    return "refuted here too: " + ("T0 costs" if worse else "no gain beyond chance")
+
+
+def streamed_hints(storage: Storage | None) -> dict[str, Samples] | None:
+    """Tokens a second of layers from disk, by hint."""
+    if storage is None:
+        return None
+    return {hint: storage.run("layer", "25 %", hint=hint).rate for hint in HINTS}
+
+
+def hint_gains(arms: Mapping[str, Samples]) -> str:
+    return ", ".join(f"{h.upper()} {arms[h].over(arms['none']):.2f}x" for h in ("t0", "t1"))
+
+
+def streamed_hints_text(storage: Storage | None) -> str:
+    arms = streamed_hints(storage)
+    if storage is None or arms is None:
+        return f"With layers from disk it is {NOT_YET} (`cflow lab storage`)."
+    run, memory = storage.run("layer", "25 %"), storage.run("layer", "all")
+    text = f"""\
+While storage is waited for: the whole engine with each of these kernels decodes the model of claim 8 \
+in layer order with 25 % of its layers in memory and {run.token_bytes / 1e6:.0f} MB of direct reads a token, \
+{1e3 / run.rate.median:.0f} ms where {1e3 / memory.rate.median:.0f} suffice with all in memory; in tokens a \
+second, {hint_gains(arms)} of none."""
+    return f"{text}\n\n{table(HINTS, [[arms[hint].text(2) for hint in HINTS]])}"
 
 
 # ---- 7: the schedule ----
@@ -419,19 +458,86 @@ The 1.68x is of experts on disk, last row of the table. {training_text(training)
 # ---- disk ----
 
 
-def disk_layout_claim() -> Claim:
+def disk_layout_claim(found: Storage | None) -> Claim:
+    name, published = "8. Stage-major disk layout", "inconclusive"
+    command = "`cflow lab storage`"
+    if found is None:
+        text = "Its figures are committed once measured on a machine with nothing else to do."
+        return Claim(name, published, NOT_YET, command, HERE, NOT_YET, text)
+    cases = order_speeds(found)
+    ours = ", ".join(f"{what} {stage.over(layer):.2f}x" for what, (stage, layer) in cases.items())
+    ours = f"stage order over layer order: {ours}"
     return Claim(
-        name="8. Stage-major disk layout",
-        published="inconclusive",
-        ours=NOT_YET,
-        command="none yet",
-        machine=HERE,
-        verdict="not yet measured: layers can come from disk (`--weights-memory`); both orders are to be "
-        "compared with nothing of the file in memory",
-        text="Files in stage order can be written (`cflow convert --order stage`). Experts are read "
-        "record by record, so order does not concern them; what it is worth can show only where layers "
-        "come from disk (`cflow bench --weights-memory`).",
+        name, published, ours, command, found.machine, order_verdict(cases), disk_layout_text(found)
     )
+
+
+Pair = tuple[Samples, Samples]  # speeds in stage order and in layer order
+
+
+def order_speeds(found: Storage) -> dict[str, Pair]:
+    def pair(memory: str, io: str, what: Callable[[Run], Samples]) -> Pair:
+        return what(found.run("stage", memory, io)), what(found.run("layer", memory, io))
+
+    return {
+        "decoding with 25 % of the layers in memory": pair("25 %", "direct", lambda r: r.rate),
+        "decoding with the least": pair("least", "direct", lambda r: r.rate),
+        "a cold first token by direct reads": pair("25 %", "direct", lambda r: r.cold.inverse),
+        "one through the page cache": pair("25 %", "cached", lambda r: r.cold.inverse),
+        "a cold load of the whole file": pair("all", "direct", lambda r: r.load.inverse),
+    }
+
+
+def order_verdict(cases: Mapping[str, Pair]) -> str:
+    faster = [what for what, (stage, layer) in cases.items() if stage.beats(layer)]
+    slower = [what for what, (stage, layer) in cases.items() if layer.beats(stage)]
+    if not faster and not slower:
+        return "does not: no gain beyond chance"
+    if len(faster) == len(cases):
+        return "holds"
+    parts = [f"holds for {', '.join(faster)} only"] if faster else ["does not"]
+    if slower:
+        parts.append(f"slower: {', '.join(slower)}")
+    return "; ".join(parts)
+
+
+def disk_layout_text(found: Storage) -> str:
+    rows = [
+        (
+            run.memory,
+            run.order,
+            run.io,
+            f"{run.memory_bytes / 1e6:.0f}" if run.memory_bytes else "",
+            f"{run.token_reads:.1f}",
+            f"{run.token_bytes / 1e6:.0f}",
+            f"{run.token_storage_bytes / 1e6:.0f}",
+            run.rate.text(2),
+            f"{run.cold_storage_bytes / 1e6:,.0f}",
+            run.load.text(2),
+            run.cold.text(2),
+        )
+        for run in found.runs
+        if run.hint == OWN_HINT
+    ]
+    head = ["layers in memory", "order", "reads", "MB for them", "reads a token", "MB a token"]
+    head += ["of it from storage", "tok/s", "MB from storage, cold", "load, s", "first token, s"]
+    layer, stage = (found.slot_bytes[order] / 1e6 for order in ("layer", "stage"))
+    return f"""\
+{found.machine}, {found.date}. A random model of {found.n_layers} layers with arch2_4's delays, \
+{found.file_bytes / 1e9:.1f} GB, of which {found.run("layer", "least").token_bytes / 1e6:.0f} MB are layers \
+that may stay on disk (experts stay in memory), written in both orders (`cflow synth x.cflow`, `x.vflow`) and \
+read by two readers. Each run is a process of its own that begins with nothing of the file in the page cache, \
+opens it and decodes one stream; caches below the virtual disk cannot be emptied from here. The logits of \
+all runs are equal byte by byte, or the command would have failed. "From storage" is what the kernel counted. \
+A cold direct run reads more than the file, as the next token's first layers are read ahead. Through the \
+page cache only the first token is cold: the others find in it what it left there.
+
+{table(head, rows)}
+
+In both orders a token reads the same bytes in as many pieces from front to back, and a layer is one large \
+read either way, so there is little for an order to gain. In stage order a piece holds parts of two layers, and \
+as layers 0 and 1 both read the embedding, their dense FFNs lie together: the largest piece takes {stage:.1f} MB \
+of memory, in layer order {layer:.1f}, and so does every slot."""
 
 
 def overlap_net(found: Overlap | None) -> str:

@@ -6,8 +6,6 @@ from dataclasses import asdict
 from datetime import date
 from pathlib import Path
 
-import msgspec
-
 from cflow.engine import bench
 from cflow.engine.config import EngineConfig
 from cflow.engine.lab import results
@@ -140,9 +138,7 @@ def measure_big_models(path: Path, folder: Path, here: str, threads: int, report
         [run for run in old.runs if run.engine != "cflow"] if old and old.machine == here else []
     )
     ours = [_big_run(shape, folder / f"{shape}.cflow", threads, report) for shape in BIG_SHAPES]
-    new = BigModels(here, date.today().isoformat(), (*ours, *peers))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(new)) + b"\n")
+    results.write(path, BigModels(here, date.today().isoformat(), (*ours, *peers)))
 
 
 def _big_run(shape: str, path: Path, threads: int, report: Report) -> BigRun:

@@ -54,6 +54,10 @@ class Samples:
     def median(self) -> float:
         return statistics.median(self.values)
 
+    @property
+    def inverse(self) -> Samples:
+        return Samples(tuple(1 / value for value in self.values))
+
     def over(self, other: Samples) -> float:
         pairs = zip(self.values, other.values, strict=True)
         return statistics.median(a / b for a, b in pairs)
@@ -138,7 +142,7 @@ class Bench:
         """What a program prints that is built on tests/bench/arms.h."""
         self.report(name, 0, 1)
         found: Groups = {}
-        for text in _output(self.command(name, threads)).splitlines():
+        for text in output(self.command(name, threads)).splitlines():
             line = msgspec.json.decode(text, type=_Line)
             found.setdefault(line.group, {})[line.arm] = Samples(line.gb_s)
         self.report(name, 1, 1)
@@ -324,7 +328,8 @@ class _Line(msgspec.Struct):
     gb_s: tuple[float, ...]
 
 
-def _output(command: Sequence[str]) -> str:
+def output(command: Sequence[str]) -> str:
+    """What a program prints. LabError: it cannot be run, or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True)
     except OSError as error:
@@ -337,7 +342,7 @@ def _output(command: Sequence[str]) -> str:
 
 def _read_misses(command: Sequence[str]) -> int:
     with tempfile.NamedTemporaryFile("r", prefix="cflow-cachegrind-") as counts:
-        _output([command[0], f"--cachegrind-out-file={counts.name}", *command[1:]])
+        output([command[0], f"--cachegrind-out-file={counts.name}", *command[1:]])
         fields = dict(line.partition(": ")[::2] for line in counts if ": " in line)
     totals = dict(zip(fields["events"].split(), fields["summary"].split(), strict=True))
     return int(totals["D1mr"])

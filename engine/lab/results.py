@@ -129,3 +129,8 @@ def read(path: Path, kind: type[T]) -> T | None:
         return None
     except (OSError, msgspec.DecodeError) as error:
         raise LabError(f"{path}: not the results it should hold: {error}") from error
+
+
+def write(path: Path, found: msgspec.Struct) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(found)) + b"\n")

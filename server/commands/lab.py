@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import msgspec
 import typer
 
 from cflow.engine import machine
@@ -122,6 +121,7 @@ def overlap(
         raise CflowError(f"flag --read-rate: {read_rate!r} {error}") from None
     with _lab():
         from cflow.engine.lab import overlap as overlaps
+        from cflow.engine.lab import results
         from cflow.engine.lab.claims import machine_text
         from cflow.engine.lab.overlap_picture import draw
 
@@ -129,13 +129,40 @@ def overlap(
     with count_progress() as report:
         found = overlaps.measure(Path("build"), here, read_rate=rate, report=report)
     path = Path(overlaps.RESULTS)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(found)) + b"\n")
+    results.write(path, found)
     picture = path.with_suffix(".png")
     draw(found, picture)
     for cell in found.cells:
         table(cell.name, _cell_rows(cell, overlaps.ARMS))
     console.print(f"cflow: wrote {path} and {picture}")
+
+
+@app.command()
+def storage() -> None:
+    """Measure layers from disk: both orders of the file, and prefetch hints, from the root of a checkout.
+
+    Writes docs/results/storage.json. Needs the programs that `make claims` builds, 2.4 GB of disk in
+    build/ and three minutes of a machine that has nothing else to do."""
+    with _lab():
+        from cflow.engine.lab import results
+        from cflow.engine.lab import storage as storages
+        from cflow.engine.lab.claims import machine_text
+        from cflow.engine.lab.measurements import Bench, Sizes
+
+    threads = machine.cores().threads
+    with count_progress() as report:
+        bench = Bench(Path().resolve(), Sizes.of_machine(), threads, report)
+        found = storages.measure(bench, machine_text(threads))
+    path = Path(storages.RESULTS)
+    results.write(path, found)
+    for run in found.runs:
+        rows = [
+            ("tok/s", run.rate.text(2)),
+            ("read", f"{run.token_bytes / 1e6:.0f} MB a token in {run.token_reads:.1f} pieces"),
+            ("cold", f"{run.cold.text(2)} s to the first token"),
+        ]
+        table(", ".join(run.setting), rows)
+    console.print(f"cflow: wrote {path}")
 
 
 def _cell_rows(cell: Cell, arms: Mapping[str, str]) -> list[tuple[str, str]]:

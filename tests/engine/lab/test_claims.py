@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,23 @@ import numpy as np
 import pytest
 
 from cflow.engine import native
+from cflow.engine.bare import decode, open_stream
 from cflow.engine.lab import claims, committed, results
+from cflow.engine.lab import storage as storages
 from cflow.engine.lab.errors import LabError
-from cflow.engine.lab.measurements import PLANNED_ARMS, Bench, Experts, Samples, Sizes, planned
+from cflow.engine.lab.measurements import (
+    PLANNED_ARMS,
+    Bench,
+    Experts,
+    Groups,
+    Samples,
+    Sizes,
+    planned,
+)
+from cflow.engine.lab.page import Claim
+from cflow.engine.lab.storage import HINTS, SETTINGS, Storage
+from cflow.engine.native import Model
+from cflow.engine.synth import synth
 
 ROOT = Path(__file__).parents[3]
 SMALL = Sizes(mib=16, rounds=2, columns=(8192, 2048), rows=128, d_experts=64, d_bus=64, tokens=2)
@@ -110,6 +125,9 @@ def test_misses_are_the_lines_that_a_cache_cannot_keep(programs: Path, tmp_path:
         (["prefetch", "1", "1024", "1"], "less than a stripe for each of 1024 threads"),
         (["cache_misses", "tiles", "f32", "256", "128", "1"], "tiles is none of tiled"),
         (["cache_misses", "tiled", "f32", "100", "128", "1"], "COLUMNS come in 256s"),
+        (["streamed_t0", "x", "0", "direct", "2", "1"], "FILE MEMORY IO TOKENS THREADS LOGITS"),
+        (["streamed_t1", "x", "0", "direct", "1", "1", "y"], "TOKENS is 1: a number from 2"),
+        (["streamed_none", "none/x", "0", "direct", "2", "1", "/dev/null"], "none/x cannot be put"),
     ],
 )
 def test_programs_refuse_what_they_cannot_do(
@@ -118,6 +136,13 @@ def test_programs_refuse_what_they_cannot_do(
     done = subprocess.run([programs / arguments[0], *arguments[1:]], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "")
     assert text in done.stderr
+
+
+def test_each_program_that_streams_has_its_hint_and_no_other(programs: Path) -> None:
+    for hint, want in (("none", set()), ("t0", {"prefetcht0"}), ("t1", {"prefetcht1"})):
+        command = ["objdump", "-d", "--no-show-raw-insn", programs / f"streamed_{hint}"]
+        code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        assert {word for word in code.split() if word.startswith("prefetch")} == want
 
 
 def test_a_missing_program_names_what_builds_it(tmp_path: Path) -> None:
@@ -186,14 +211,54 @@ def test_experts_hold_only_where_time_follows_the_bytes() -> None:
         assert claims.experts_claim(slow, {}).verdict.startswith("does not")
 
 
-def test_prefetch_is_judged_by_the_last_kernel() -> None:
+def test_prefetch_is_judged_by_the_last_kernel_and_from_disk(tmp_path: Path) -> None:
     helps = {"none": samples(10, 10), "t0": samples(15, 15), "t1": samples(12, 12)}
     idle = {"none": samples(10, 10), "t0": samples(10, 10), "t1": samples(12, 12)}
-    found = claims.prefetch_claim({1: {"avx2": idle}, 2: {"avx2": idle, "avx512vnni": helps}}, "x")
-    assert found.ours == "T0 1.50x, T1 1.20x of no hints (avx512vnni, 2 threads, RAM)"
-    assert found.verdict.startswith("in RAM the refutation does not hold; from storage not yet")
-    assert claims.prefetch_claim({2: {"avx2": idle}}, "x").verdict.startswith("in RAM refuted here")
-    assert claims.prefetch_claim({2: {}}, "x").verdict.startswith("cannot be judged here")
+
+    def claim(ram: Groups, *t0_from_disk: float) -> Claim:
+        stored = storage(tmp_path, t0=t0_from_disk) if t0_from_disk else None
+        return claims.prefetch_claim({1: {"avx2": idle}, 2: ram}, stored, "x")
+
+    found = claim({"avx2": idle, "avx512vnni": helps}, 2.9, 2.8)
+    assert found.ours == (
+        "T0 1.50x, T1 1.20x of no hints (avx512vnni, 2 threads, RAM); from disk T0 0.95x, T1 1.00x"
+    )
+    assert found.verdict == (
+        "in RAM the refutation does not hold; from storage refuted here too: T0 costs"
+    )
+    assert "600 MB of direct reads a token, 351 ms where 50 suffice" in found.text
+    ram = "in RAM refuted here too: no gain beyond chance; from storage "
+    assert (
+        claim({"avx2": idle}, 3.0, 3.0).verdict == f"{ram}refuted here too: no gain beyond chance"
+    )
+    assert claim({"avx2": idle}, 3.1, 3.1).verdict == f"{ram}the refutation does not hold"
+    assert claim({"avx2": idle}).verdict == f"{ram}not yet measured"
+    assert claims.prefetch_claim({2: {}}, None, "x").verdict.startswith("cannot be judged here")
+
+
+def test_orders_are_judged_wherever_files_are_read(tmp_path: Path) -> None:
+    assert claims.disk_layout_claim(None).verdict == "not yet measured"
+    found = claims.disk_layout_claim(storage(tmp_path))
+    assert found.verdict == "does not: no gain beyond chance"
+    assert found.ours.endswith(
+        "decoding with the least 1.00x, a cold first token by direct reads 1.00x, "
+        "one through the page cache 1.00x, a cold load of the whole file 1.00x"
+    )
+    assert (
+        "| 25 % | stage | direct | 120 | 6.0 | 600 | 600 | 3.00 (3.00 to 3.00) | 900 |"
+        in found.text
+    )
+    better = claims.disk_layout_claim(storage(tmp_path, stage=1.5))
+    assert better.verdict == "holds"
+    assert "decoding with 25 % of the layers in memory 1.50x" in better.ours
+    slow_start = storage(tmp_path, stage=1.5, stage_load_s=(2.0, 2.0))
+    assert claims.disk_layout_claim(slow_start).verdict == (
+        "holds for decoding with 25 % of the layers in memory, decoding with the least only; "
+        "slower: a cold first token by direct reads, one through the page cache, "
+        "a cold load of the whole file"
+    )
+    worse = claims.disk_layout_claim(storage(tmp_path, stage=0.9)).verdict
+    assert worse.startswith("does not; slower: decoding with 25 %")
 
 
 def test_fusion_may_hold_for_one_shape_only() -> None:
@@ -314,6 +379,88 @@ def write(root: Path, name: str, value: Any) -> Path:
     return path
 
 
+def storage(
+    folder: Path,
+    *,
+    t0: tuple[float, ...] = (3.0, 3.0),
+    stage: float = 1.0,
+    stage_load_s: tuple[float, ...] = (),
+) -> Storage:
+    """As read from a file. t0: tok/s of that hint. stage: how much faster that order is."""
+    runs = []
+    for setting in SETTINGS:
+        speed = stage if setting.order == "stage" else 1.0
+        rate = 20.0 if setting.memory == "all" else 3.0
+        run = {
+            "memory_bytes": 0 if setting.memory == "all" else 120_000_000,
+            "token_reads": 6.0,
+            "token_bytes": 6e8,
+            "token_storage_bytes": 6e8,
+            "cold_storage_bytes": 9e8,
+            "load_s": [1 / speed] * 2,
+            "first_s": [0.5 / speed] * 2,
+            "tok_s": [rate * speed] * 2,
+        }
+        if setting.order == "stage" and stage_load_s:
+            run["load_s"] = stage_load_s
+        if setting == ("layer", "25 %", "direct", "t0"):
+            run["tok_s"] = t0
+        runs.append(setting._asdict() | run)
+    whole = {
+        "machine": "one with a disk",
+        "date": "2026-11-29",
+        "command": "cflow lab storage",
+        "n_layers": 8,
+        "file_bytes": 2_000_000_000,
+        "slot_bytes": {"layer": 25_000_000, "stage": 30_000_000},
+        "runs": runs,
+    }
+    found = results.read(write(folder, "storage.json", whole), Storage)
+    assert found is not None
+    return found
+
+
+def test_layers_are_streamed_cold_and_to_the_bit(checkout: Path) -> None:
+    """What came from storage is the kernel's own count."""
+    bench = Bench(checkout, SMALL, 1)
+    sizes = storages.Sizes(d_model=256, n_layers=20, tokens=3, rounds=2)
+    found = storages.measure(bench, "here", sizes)
+    assert [run.setting for run in found.runs] == list(SETTINGS)
+    in_memory = found.run("layer", "all").cold_storage_bytes
+    assert in_memory >= 0.95 * found.file_bytes
+    for run in found.runs:
+        if run.io == "direct":
+            assert run.token_storage_bytes == pytest.approx(run.token_bytes, rel=0.25)
+        else:  # opening reads past the page cache: the first token finds nothing of the layers there
+            layer_bytes = 20 * 16 * 256**2 * 18 / 32
+            assert run.cold_storage_bytes >= in_memory + 0.9 * layer_bytes
+            assert run.token_storage_bytes == 0
+    # Of 20 layers five slots keep one: four are for two layers at once and two reads.
+    for memory, n_reads in (("least", 20), ("25 %", 19), ("all", 0)):
+        assert found.run("layer", memory).token_reads == pytest.approx(n_reads, abs=2)
+    assert not list(bench.folder.glob("**/*.?flow"))
+
+
+def test_streamed_logits_are_those_of_memory(programs: Path, tmp_path: Path) -> None:
+    shape = Bench(tmp_path, SMALL, 1).published_shape("arch2_4_combined", 64)
+    path, out = tmp_path / "model.vflow", tmp_path / "logits"
+    synth(str(shape), path)
+    with closing(Model(str(path))) as model, closing(open_stream(model, 4, threads=1)) as context:
+        tokens = ([(37 * i + 11) % model.header.n_tokens] for i in range(4))
+        want = b"".join(context.logits(0).tobytes() for _ in decode(context, tokens))
+    for hint in HINTS:
+        command = [programs / f"streamed_{hint}", path, str(1 << 23), "direct", "4", "2", out]
+        subprocess.run(command, check=True, capture_output=True)
+        assert out.read_bytes() == want
+
+
+def test_runs_that_differ_are_no_results(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds = iter((1, 2))  # of the two files
+    monkeypatch.setattr(storages, "synth", lambda *a, **named: synth(*a, **named, seed=next(seeds)))
+    with pytest.raises(LabError, match=r"other logits"):
+        storages.measure(Bench(checkout, SMALL, 1), "here", storages.Sizes(64, 20, 2, 1))
+
+
 def test_differences_are_over_equal_seeds(tmp_path: Path) -> None:
     training = results.read(write(tmp_path, "training.json", TRAINING), results.Trained)
     assert training is not None
@@ -399,6 +546,7 @@ def test_the_page_has_a_row_for_every_claim(
     monkeypatch.setattr(shutil, "which", lambda _: None)
     write(checkout, "training.json", TRAINING)
     write(checkout, "big_models.json", BIG)
+    storage(checkout)
     seen = set()
     path = claims.write_claims(
         checkout, sizes=SMALL, threads=1, report=lambda what, *_: seen.add(what)
@@ -413,7 +561,9 @@ def test_the_page_has_a_row_for_every_claim(
     assert str(checkout) not in text
     assert [line[3:] for line in text.splitlines() if line[:3] == "## "] == [row[0] for row in rows]
     assert "valgrind is not installed" in rows[1][5]
+    assert rows[5][4] == "here; from disk: one with a disk"
     assert "training: a trainer" in rows[6][4]
+    assert rows[7][4:] == ["one with a disk", "does not: no gain beyond chance"]
     assert {"kernels", "fusion", "order", "prefetch", "experts", "shared bus"} <= seen
     assert (checkout / "build/bench/shapes/arch2_4_combined_d512.toml").exists()
 
