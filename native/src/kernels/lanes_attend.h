@@ -3,7 +3,7 @@
  * Scores: a lane is a position, K being (head_dim, 32). Values: a lane is a dimension. HEADS heads
  * that share the KV head go together, so each load of K and V serves all of them. */
 
-enum { POSITION_PARTS = 32 / LANES };
+enum { POSITION_PARTS = 32 / LANES, VALUE_PARTS = 4 };
 
 typedef struct {
     float *o;        /* (n_heads, padded head_dim) sums, not yet divided */
@@ -29,6 +29,12 @@ static INLINE vf load_kv_n(const uint8_t *base, size_t index, size_t n, cflow_kv
     uint8_t last[4 * LANES] = {0};
     memcpy(last, base + index * kv_bytes(type), n * kv_bytes(type));
     return load_kv(last, 0, type);
+}
+
+/* The block after the one at `start`, or that one: blocks lie anywhere, so the next is fetched from
+ * memory while this one is used, K with the scores of the first head and V with its values. */
+static INLINE const uint8_t *next_block(const attend_args *a, uint32_t start) {
+    return a->blocks[start / 32 + (a->end - start > 32)];
 }
 
 /* Softmax of a head's 32 scores, over positions [low, high) of the block: w, and m, l, o moved on.
@@ -66,8 +72,10 @@ static INLINE void score_heads(const attend_args *a, const attend_state *s, uint
     for (uint32_t h = 0; h < n; h++) {
         for (uint32_t i = 0; i < POSITION_PARTS; i++) scores[h][i] = f_set1(0);
     }
+    const uint8_t *next = next_block(a, start);
     for (size_t d = 0; d < a->head_dim; d++) {
         vf keys[POSITION_PARTS];
+        if (head == 0) fetch(next, 32 * kv_bytes(type), d * 32 * kv_bytes(type));
         for (uint32_t i = 0; i < POSITION_PARTS; i++)
             keys[i] = load_kv(k, d * 32 + i * LANES, type);
         for (uint32_t h = 0; h < n; h++) {
@@ -94,40 +102,60 @@ static INLINE void score_heads(const attend_args *a, const attend_state *s, uint
     }
 }
 
-static INLINE void add_values(const attend_args *a, const attend_state *s, uint32_t start,
-                              uint32_t head, const uint32_t n, cflow_kv_type type) {
-    const size_t head_dim = a->head_dim;
-    const uint8_t *v = a->blocks[start / 32] + head_dim * 32 * kv_bytes(type);
-    const float *w = s->w + (size_t)head * 32;
-    float *o = s->o + head * s->o_stride;
+/* `parts` vectors of dimensions from d on, for n heads: as many sums that wait for nothing but
+ * themselves. */
+static INLINE void add_dimensions(const attend_args *a, const attend_state *s, uint32_t start,
+                                  uint32_t head, const uint32_t n, size_t d, const uint32_t parts,
+                                  cflow_kv_type type) {
+    const size_t head_dim = a->head_dim, v_at = head_dim * 32 * kv_bytes(type);
+    const uint8_t *v = a->blocks[start / 32] + v_at, *next = next_block(a, start) + v_at;
     const uint32_t low = a->first > start ? a->first - start : 0;
     const uint32_t high = a->end - start < 32 ? a->end - start : 32;
-    for (size_t d = 0; d < head_dim; d += LANES) {
-        vf sum[HEADS];
-        for (uint32_t h = 0; h < n; h++) sum[h] = f_load(o + h * s->o_stride + d);
-        for (size_t p = low; p < high; p++) {
-            const vf value = load_kv_n(v, p * head_dim + d, head_dim - d, type);
-            for (uint32_t h = 0; h < n; h++) sum[h] = f_fma(f_set1(w[h * 32 + p]), value, sum[h]);
+    const float *w = s->w + (size_t)head * 32;
+    float *o = s->o + head * s->o_stride + d;
+    vf sum[HEADS][VALUE_PARTS];
+    for (uint32_t h = 0; h < n; h++)
+        for (uint32_t i = 0; i < parts; i++) sum[h][i] = f_load(o + h * s->o_stride + i * LANES);
+    for (size_t p = low; p < high; p++) {
+        if (head == 0)
+            fetch(next, parts * LANES * kv_bytes(type), (p * head_dim + d) * kv_bytes(type));
+        for (uint32_t i = 0; i < parts; i++) {
+            const size_t at = d + i * LANES;
+            const vf value = parts > 1 ? load_kv(v, p * head_dim + at, type)
+                                       : load_kv_n(v, p * head_dim + at, head_dim - at, type);
+            for (uint32_t h = 0; h < n; h++)
+                sum[h][i] = f_fma(f_set1(w[h * 32 + p]), value, sum[h][i]);
         }
-        for (uint32_t h = 0; h < n; h++) f_store(o + h * s->o_stride + d, sum[h]);
     }
+    for (uint32_t h = 0; h < n; h++)
+        for (uint32_t i = 0; i < parts; i++) f_store(o + h * s->o_stride + i * LANES, sum[h][i]);
 }
 
-static INLINE void attend_heads(const attend_args *a, const attend_state *s, uint32_t head,
-                                const uint32_t n, cflow_kv_type type) {
-    for (uint32_t start = a->first / 32 * 32; start < a->end; start += 32) {
-        score_heads(a, s, start, head, n, type);
-        add_values(a, s, start, head, n, type);
-    }
+static INLINE void add_values(const attend_args *a, const attend_state *s, uint32_t start,
+                              uint32_t head, const uint32_t n, cflow_kv_type type) {
+    size_t d = 0;
+    for (; d + VALUE_PARTS * LANES <= a->head_dim; d += VALUE_PARTS * LANES)
+        add_dimensions(a, s, start, head, n, d, VALUE_PARTS, type);
+    for (; d < a->head_dim; d += LANES) add_dimensions(a, s, start, head, n, d, 1, type);
 }
 
+static INLINE void attend_heads(const attend_args *a, const attend_state *s, uint32_t start,
+                                uint32_t head, const uint32_t n, cflow_kv_type type) {
+    score_heads(a, s, start, head, n, type);
+    add_values(a, s, start, head, n, type);
+}
+
+/* All heads meet a block while the first-level cache holds it. */
 static INLINE void attend_all(const attend_args *a, const attend_state *s, cflow_kv_type type) {
-    uint32_t head = 0;
-    for (; head + HEADS <= a->n_heads; head += HEADS) attend_heads(a, s, head, HEADS, type);
-    const uint32_t rest = a->n_heads - head;
-    if (HEADS > 3 && rest == 3) attend_heads(a, s, head, 3, type);
-    if (HEADS > 2 && rest == 2) attend_heads(a, s, head, 2, type);
-    if (HEADS > 1 && rest == 1) attend_heads(a, s, head, 1, type);
+    for (uint32_t start = a->first / 32 * 32; start < a->end; start += 32) {
+        uint32_t head = 0;
+        for (; head + HEADS <= a->n_heads; head += HEADS)
+            attend_heads(a, s, start, head, HEADS, type);
+        const uint32_t rest = a->n_heads - head;
+        if (HEADS > 3 && rest == 3) attend_heads(a, s, start, head, 3, type);
+        if (HEADS > 2 && rest == 2) attend_heads(a, s, start, head, 2, type);
+        if (HEADS > 1 && rest == 1) attend_heads(a, s, start, head, 1, type);
+    }
 }
 
 static void attend(const attend_args *a) {
