@@ -8,6 +8,7 @@ from typing import Any
 
 from cflow.engine.capacity import check_context
 from cflow.engine.config import EngineConfig
+from cflow.engine.dialect import Dialect
 from cflow.engine.grammar import GrammarChecker
 from cflow.engine.metadata import Metadata, parse_metadata
 from cflow.engine.native import Model, const
@@ -25,6 +26,7 @@ class ModelCard:
     metadata: dict[str, Any]
     tokenizer: Tokenizer
     template: ChatTemplate | None
+    dialect: Dialect
     grammars: GrammarChecker
     vocab_size: int
     n_layers: int
@@ -49,6 +51,7 @@ def read_card(config: EngineConfig) -> ModelCard:
         metadata=metadata,
         tokenizer=tokenizer,
         template=_template(known, tokenizer),
+        dialect=Dialect.of(known.chat_template or ""),
         grammars=GrammarChecker(config.model),
         vocab_size=header.vocab_size,
         n_layers=len(layers),

@@ -35,6 +35,7 @@ class Generation:
         self.n_deferred = n_deferred
         self.n_completion = 0
         self.n_cached = 0
+        self.n_reasoning = 0  # tokens, counted by who takes the text apart
         self.disk: DiskUsage | None = None  # of the choices that have finished
         self.is_cancelled = False
 

@@ -66,9 +66,11 @@ def sampling_params(
     n_prompt_logprobs: int | None = None,
     ends: tuple[int, ...] = (),
     grammar: str | None = None,
+    shown_ids: tuple[int, ...] = (),
 ) -> SamplingParams:
     """max_tokens: what the context allows, already checked. ends: tokens that end an answer besides
-    those of the model. grammar: checked. A missing seed is random."""
+    those of the model. grammar: checked. shown_ids: special tokens that are text.
+    A missing seed is random."""
     if ask.min_tokens > max_tokens:
         message = f"min_tokens: {ask.min_tokens} is more than max_tokens, {max_tokens}."
         raise RequestError(message, param="min_tokens")
@@ -96,6 +98,7 @@ def sampling_params(
         n_prompt_logprobs=n_prompt_logprobs,
         n_experts=_count_experts(ask, card),
         grammar=grammar,
+        shown_ids=shown_ids,
     )
 
 

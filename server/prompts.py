@@ -28,6 +28,7 @@ T = TypeVar("T")
 class Prompt:
     ids: tuple[int, ...]
     n_added: int = 0  # leading ids the tokenizer added (BOS); not part of what echo returns
+    text: str = ""  # of a conversation
 
 
 def context_of(engine: Engine) -> int:
@@ -177,10 +178,13 @@ async def render_chat(
     messages: list[dict[str, Any]],
     options: dict[str, Any],
     *,
+    tools: list[dict[str, Any]] | None = None,
     add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
     context: int | None = None,
 ) -> Prompt:
-    """The conversation through the model's chat template. options: chat_template_kwargs. context:
+    """The conversation through the model's chat template. options: chat_template_kwargs.
+    continue_final_message: up to the end of the last message's content, and no further. context:
     what it must fit, so that one that is far too long need not be encoded."""
     template = card.template
     if template is None:
@@ -192,12 +196,33 @@ async def render_chat(
         raise RequestError(message, param="chat_template_kwargs")
 
     render = partial(
-        template.render, messages, add_generation_prompt=add_generation_prompt, **options
+        template.render,
+        _with_mark(messages) if continue_final_message else messages,
+        tools=tools,
+        add_generation_prompt=add_generation_prompt,
+        **options,
     )
     text = await asyncio.get_running_loop().run_in_executor(RENDERING, render)
+    if continue_final_message:
+        text = _up_to_mark(text)
     if context is not None:
         _check_size(card.tokenizer, text, context, "messages")
-    return Prompt(tuple(await _apart(text, card.tokenizer.encode)))
+    return Prompt(tuple(await _apart(text, card.tokenizer.encode)), text=text)
+
+
+_MARK = "\ufdd0end of content\ufdd1"  # characters that are none: no conversation holds them
+
+
+def _with_mark(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    last = messages[-1]
+    return [*messages[:-1], last | {"content": last["content"] + _MARK}]
+
+
+def _up_to_mark(text: str) -> str:
+    if (at := text.rfind(_MARK)) < 0:
+        message = "The chat template does not show the last message as it is; it cannot go on."
+        raise RequestError(message, param="continue_final_message")
+    return text[:at]
 
 
 def fit(n_prompt: int, asked: int | None, context: int, *, param: str, cap: bool) -> int:

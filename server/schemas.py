@@ -19,6 +19,7 @@ MAX_SEED = 2**64 - 1
 MAX_INT = 2**31 - 1
 MAX_MESSAGES = 4096  # with their tool calls
 MAX_BIASES = 4096
+MAX_TOOLS = 128
 OUR_FAULT = "cflow"  # type of the faults whose text is ours
 MAX_TEXT = 1 << 20  # characters that /tokenize takes, tokens that /detokenize takes
 
@@ -59,7 +60,18 @@ class StreamOptions(Body):
     )
 
 
-Schema = dict[str, Any] | bool
+def _is_schema(value: object) -> object:
+    if not isinstance(value, dict | bool):
+        raise _fault(f"a schema is an object or a boolean, not {shorten(value)}")
+    return value
+
+
+def _is_schema_or_text(value: object) -> object:
+    return value if isinstance(value, str) else _is_schema(value)
+
+
+Schema = Annotated[Any, BeforeValidator(_is_schema)]
+SchemaOrText = Annotated[Any, BeforeValidator(_is_schema_or_text)]
 
 
 class JsonSchema(Body):
@@ -82,7 +94,7 @@ class StructuredOutputs(Body):
 
     model_config = ConfigDict(extra="forbid")
 
-    json_: Schema | str | None = Field(default=None, alias="json")
+    json_: SchemaOrText = Field(default=None, alias="json")
     json_object: bool = False
     regex: str | None = None
     choice: Choices | None = None
@@ -125,7 +137,7 @@ class Sampling(Body):
     )
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: Schema | str | None = None
+    guided_json: SchemaOrText = None
     guided_regex: str | None = None
     guided_choice: Choices | None = None
     guided_grammar: str | None = None
@@ -141,7 +153,6 @@ class Sampling(Body):
     store: Any = None
     metadata: Any = None
     service_tier: Any = None
-    parallel_tool_calls: Any = None
 
 
 class CompletionRequest(Sampling):
@@ -188,6 +199,7 @@ class Message(Body):
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
 
 
 def _few_messages(value: object) -> object:
@@ -206,6 +218,21 @@ Messages = Annotated[
 Text = Annotated[str, Field(max_length=MAX_TEXT)]
 
 
+class Function(Body):
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = Field(default=None, description="changes nothing")
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: Function
+
+
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+
+
 class ChatRequest(Sampling):
     """POST /v1/chat/completions."""
 
@@ -214,8 +241,15 @@ class ChatRequest(Sampling):
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     chat_template_kwargs: dict[str, Any] = Field(default={})
-    tools: Any = None
-    tool_choice: Any = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = Field(
+        default=False, description="the answer goes on where the last message ends"
+    )
+    tools: Tools = Field(default=[])
+    tool_choice: Any = Field(
+        default="auto", description='"none", "auto", "required", or one tool by its name'
+    )
+    parallel_tool_calls: bool = True
     functions: Any = None
     function_call: Any = None
 
@@ -257,6 +291,8 @@ SHAPES: dict[str, Any] = {
         Message,
         ToolCall,
         FunctionCall,
+        Tool,
+        Function,
     )
 }
 
@@ -308,6 +344,8 @@ def _render_message(index: int, message: Message) -> dict[str, Any]:
         out["name"] = message.name
     if message.tool_call_id is not None:
         out["tool_call_id"] = message.tool_call_id
+    if message.reasoning_content is not None:
+        out["reasoning_content"] = message.reasoning_content
     if message.tool_calls:
         where = f"messages[{index}].tool_calls"
         out["tool_calls"] = [_render_call(where, call) for call in message.tool_calls]

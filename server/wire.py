@@ -22,7 +22,7 @@ def usage(generation: Generation) -> dict[str, Any]:
         "completion_tokens": generation.n_completion,
         "total_tokens": generation.n_prompt + generation.n_completion,
         "prompt_tokens_details": {"cached_tokens": generation.n_cached},
-        "completion_tokens_details": {"reasoning_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": generation.n_reasoning},
         **_disk_usage(generation.disk),
         **({"moe_top_k": generation.n_experts} if generation.n_experts else {}),
         **({"deferred_experts": generation.n_deferred} if generation.n_deferred else {}),

@@ -2,37 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from cflow.engine.messages import Delta, Finish, Logprob, Progress, SamplingParams
-from cflow.engine.tokenizer import Tokenizer
+from cflow.engine.card import ModelCard
+from cflow.engine.dialect import Thinking
+from cflow.engine.messages import Delta, Progress, SamplingParams
+from cflow.engine.reply import ReplyReader
 from cflow.server.constraints import grammar_of
 from cflow.server.errors import ClientGone, RequestError
 from cflow.server.generation import Generation
 from cflow.server.logprobs import chat_logprobs, prompt_entries
 from cflow.server.parameters import check_stream, refuse_given, sampling_params
 from cflow.server.prompts import Prompt, context_of, fit, render_chat
+from cflow.server.replies import Reply
 from cflow.server.schemas import ChatRequest, render_messages
 from cflow.server.service import Service, json_schema, service_of
 from cflow.server.sse import Events, watching
+from cflow.server.tools import Calling, form_of, read_tools
 from cflow.server.wire import Chunks, Envelope, encode
 
 router = APIRouter()
 
 
 def check(ask: ChatRequest) -> None:
-    """What fields mean together, and what is not built yet."""
-    refuse_given("tools", ask.tools, ([],))
+    """What fields mean together, and what is not built."""
     refuse_given("functions", ask.functions, ([],))
-    refuse_given("tool_choice", ask.tool_choice, ("none", "auto"))
     refuse_given("function_call", ask.function_call, ("none", "auto"))
     if ask.top_logprobs is not None and not ask.logprobs:
         message = "top_logprobs is only allowed when logprobs is true."
         raise RequestError(message, param="top_logprobs")
     if ask.max_tokens == 0:
         raise RequestError("max_tokens must be at least 1.", param="max_tokens")
+    begins = "add_generation_prompt" in ask.model_fields_set and ask.add_generation_prompt
+    if ask.continue_final_message and begins:
+        message = "continue_final_message and add_generation_prompt exclude each other."
+        raise RequestError(message, param="continue_final_message")
     check_stream(ask)
 
 
@@ -42,91 +49,136 @@ def plan_sampling(
     """Of max_tokens and max_completion_tokens the smaller counts; the context caps both."""
     given = [n for n in (ask.max_tokens, ask.max_completion_tokens) if n is not None]
     asked = min(given) if given else None
-    context = context_of(service.engine)
+    card, context = service.engine.card, context_of(service.engine)
     return sampling_params(
         ask,
-        service.engine.card,
+        card,
         max_tokens=fit(len(prompt.ids), asked, context, param="messages", cap=True),
         n_logprobs=(ask.top_logprobs or 0) if ask.logprobs else None,
         n_prompt_logprobs=ask.prompt_logprobs,
         grammar=grammar,
+        shown_ids=tuple(card.dialect.special_ids(card.tokenizer).values()),
     )
 
 
-def _logprobs(tokenizer: Tokenizer, delta: Delta) -> dict[str, Any]:
-    return {"content": chat_logprobs(tokenizer, delta.logprobs), "refusal": None}
-
-
 def _choice(
-    index: int, delta: dict[str, str], logprobs: Any, finish: Finish | None, **more: Any
+    index: int, delta: dict[str, Any], logprobs: Any, ends: Reply | None = None, **more: Any
 ) -> bytes:
+    """ends: it is the last of this choice."""
     choice: dict[str, Any] = {"index": index, "delta": delta, "logprobs": logprobs} | more
-    choice["finish_reason"] = finish.reason if finish else None
-    if finish:
-        choice["stop_reason"] = finish.stop
+    choice["finish_reason"] = ends.reason if ends else None
+    if ends and ends.finish:
+        choice["stop_reason"] = ends.finish.stop
     return encode(choice)
 
 
+def _pieces(service: Service, ask: ChatRequest, delta: Delta, reply: Reply) -> Iterator[bytes]:
+    """Log-probabilities and ids come with the first piece, and alone if there is none."""
+    pieces = reply.add(delta)
+    logprobs: dict[str, Any] | None = None
+    more: dict[str, Any] = {}
+    if delta.tokens and ask.logprobs:
+        content = chat_logprobs(service.engine.card.tokenizer, delta.logprobs)
+        logprobs = {"content": content, "refusal": None}
+    if delta.tokens and ask.return_token_ids:
+        more = {"token_ids": delta.tokens}
+    if (logprobs or more) and not pieces:
+        pieces = [{"content": ""}]
+    for piece in pieces:
+        if logprobs is None and not more and (text := piece.get("content")) is not None:
+            head = b'{"index":%d,"delta":{"content":' % delta.choice
+            yield head + encode(text) + b'},"logprobs":null,"finish_reason":null}'
+        else:
+            yield _choice(delta.choice, piece, logprobs, **more)
+        logprobs, more = None, {}
+
+
 async def stream(
-    service: Service, ask: ChatRequest, prompt: Prompt, generation: Generation, chunks: Chunks
+    service: Service,
+    ask: ChatRequest,
+    prompt: Prompt,
+    generation: Generation,
+    replies: list[Reply],
+    chunks: Chunks,
 ) -> Events:
-    """Role chunks, content chunks, a finish chunk for each choice, usage if it was asked for."""
-    tokenizer = service.engine.card.tokenizer
+    """Role chunks, what the choices say, a finish chunk for each, usage if it was asked for."""
     first = {"role": "assistant", "content": ""}
     ids: dict[str, Any] = {"prompt_token_ids": prompt.ids} if ask.return_token_ids else {}
-    yield b"".join(chunks.chunk(_choice(i, first, None, None), **ids) for i in range(ask.n))
+    yield b"".join(chunks.chunk(_choice(i, first, None), **ids) for i in range(ask.n))
     async for _, delta in generation.events():
         if isinstance(delta, Progress):
             if ask.return_progress:
                 progress = generation.progress(0)
-                yield chunks.chunk(_choice(0, {}, None, None), prompt_progress=progress)
+                yield chunks.chunk(_choice(0, {}, None), prompt_progress=progress)
             continue
-        if (ask.logprobs or ask.return_token_ids) and (delta.text or delta.tokens):
-            content = {"content": delta.text}
-            logprobs = _logprobs(tokenizer, delta) if ask.logprobs else None
-            more = {"token_ids": delta.tokens} if ask.return_token_ids else {}
-            yield chunks.chunk(_choice(delta.choice, content, logprobs, None, **more))
-        elif delta.text:
-            head = b'{"index":%d,"delta":{"content":' % delta.choice
-            tail = b'},"logprobs":null,"finish_reason":null}'
-            yield chunks.chunk(head + encode(delta.text) + tail)
+        reply = replies[delta.choice]
+        for piece in _pieces(service, ask, delta, reply):
+            yield chunks.chunk(piece)
+        generation.n_reasoning = sum(reply.n_reasoning for reply in replies)
         if delta.finish is not None:
-            yield chunks.chunk(_choice(delta.choice, {}, None, delta.finish), ends=True)
+            yield chunks.chunk(_choice(delta.choice, {}, None, reply), ends=True)
     if chunks.with_usage:
         yield chunks.usage_chunk()
 
 
-class Whole:
-    """A choice as it gathers for an answer that is not streamed."""
+def whole(
+    service: Service,
+    ask: ChatRequest,
+    prompt: Prompt,
+    generation: Generation,
+    replies: list[Reply],
+) -> bytes:
+    """The answer in one piece, once it is complete."""
+    tokenizer = service.engine.card.tokenizer
+    out = []
+    for i, reply in enumerate(replies):
+        choice: dict[str, Any] = {"index": i, "message": reply.message(), "logprobs": None}
+        if ask.logprobs:
+            content = chat_logprobs(tokenizer, reply.logprobs)
+            choice["logprobs"] = {"content": content, "refusal": None}
+        choice["finish_reason"] = reply.reason
+        choice["stop_reason"] = reply.finish.stop if reply.finish else None
+        out.append(choice)
+    more: dict[str, Any] = {}
+    if ask.return_token_ids:
+        more["prompt_token_ids"] = prompt.ids
+        for choice, reply in zip(out, replies, strict=True):
+            choice["token_ids"] = reply.tokens
+    if (n_top := ask.prompt_logprobs) is not None:
+        more["prompt_logprobs"] = prompt_entries(tokenizer, replies[0].prompt_logprobs, n_top)
+    envelope = Envelope("chatcmpl", "chat.completion", service.engine.card.name, generation)
+    return envelope.answer(out, **more)
 
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-        self.logprobs: list[dict[str, Any]] = []
-        self.tokens: list[int] = []
-        self.prompt_logprobs: tuple[Logprob | None, ...] = ()  # the first choice has them
-        self.finish: Finish | None = None
 
-    def as_json(self, index: int, *, with_logprobs: bool) -> dict[str, Any]:
-        text = "".join(self.texts)
-        return {
-            "index": index,
-            "message": {"role": "assistant", "content": text, "refusal": None},
-            "logprobs": {"content": self.logprobs, "refusal": None} if with_logprobs else None,
-            "finish_reason": self.finish.reason if self.finish else None,
-            "stop_reason": self.finish.stop if self.finish else None,
-        }
+async def begin(
+    service: Service, request: Request, ask: ChatRequest
+) -> tuple[Prompt, Generation, list[Reply]]:
+    """Hands a checked request to the engine: what will come, and what takes it apart."""
+    card = service.engine.card
+    calling = read_tools(ask, card)
+    body = await grammar_of(ask, card.grammars)
+    prompt = await render_chat(
+        card,
+        render_messages(ask.messages),
+        ask.chat_template_kwargs,
+        tools=calling.shown,
+        add_generation_prompt=ask.add_generation_prompt and not ask.continue_final_message,
+        continue_final_message=ask.continue_final_message,
+        context=context_of(service.engine),
+    )
+    thinking = card.dialect.thinking(prompt.text)
+    form = await form_of(calling, body, thinking, ask, card)
+    sampling = plan_sampling(service, ask, prompt, form)
+    generation = service.generate(request, ask, [prompt], [sampling], ask.n)
+    return prompt, generation, [new_reply(ask, card, calling, thinking) for _ in range(ask.n)]
 
 
-async def gather(generation: Generation, n: int, tokenizer: Tokenizer) -> list[Whole]:
-    wholes = [Whole() for _ in range(n)]
-    async for _, delta in generation.deltas():
-        whole = wholes[delta.choice]
-        whole.texts.append(delta.text)
-        whole.logprobs += chat_logprobs(tokenizer, delta.logprobs)
-        whole.tokens += delta.tokens
-        whole.prompt_logprobs = delta.prompt_logprobs or whole.prompt_logprobs
-        whole.finish = delta.finish or whole.finish
-    return wholes
+def new_reply(ask: ChatRequest, card: ModelCard, calling: Calling, thinking: Thinking) -> Reply:
+    if not calling.schemas and thinking == "no":
+        return Reply()
+    syntax, max_calls = card.dialect.calls, None if ask.parallel_tool_calls else 1
+    reader = ReplyReader(syntax, calling.schemas, thinking, max_calls)
+    return Reply(reader, syntax.id_length) if syntax else Reply(reader)
 
 
 @router.post("/v1/chat/completions", openapi_extra=json_schema(ChatRequest))
@@ -135,33 +187,21 @@ async def create_chat_completion(request: Request) -> Response:
     service = service_of(request)
     ask, headers = await service.read(request, ChatRequest)
     check(ask)
-    card = service.engine.card
-    prompt = await render_chat(
-        card,
-        render_messages(ask.messages),
-        ask.chat_template_kwargs,
-        context=context_of(service.engine),
-    )
-    grammar = await grammar_of(ask, card.grammars)
-    sampling = plan_sampling(service, ask, prompt, grammar)
-    generation = service.generate(request, ask, [prompt], [sampling], ask.n)
+    prompt, generation, replies = await begin(service, request, ask)
     if ask.stream:
-        chunks = Chunks("chatcmpl", "chat.completion.chunk", card.name, generation, ask)
-        events = stream(service, ask, prompt, generation, chunks)
+        name = service.engine.card.name
+        chunks = Chunks("chatcmpl", "chat.completion.chunk", name, generation, ask)
+        events = stream(service, ask, prompt, generation, replies, chunks)
         return service.stream(events, generation, headers)
     async with watching(request.receive, generation.cancel):
-        wholes = await gather(generation, ask.n, card.tokenizer)
+        await gather(generation, replies)
     if generation.is_cancelled:
         raise ClientGone
-    out = [whole.as_json(i, with_logprobs=ask.logprobs) for i, whole in enumerate(wholes)]
-    more: dict[str, Any] = {}
-    if ask.return_token_ids:
-        more["prompt_token_ids"] = prompt.ids
-        for choice, whole in zip(out, wholes, strict=True):
-            choice["token_ids"] = whole.tokens
-    if (n_top := ask.prompt_logprobs) is not None:
-        scores = wholes[0].prompt_logprobs
-        more["prompt_logprobs"] = prompt_entries(card.tokenizer, scores, n_top)
-    envelope = Envelope("chatcmpl", "chat.completion", card.name, generation)
-    body = envelope.answer(out, **more)
+    body = whole(service, ask, prompt, generation, replies)
     return Response(body, media_type="application/json", headers=headers)
+
+
+async def gather(generation: Generation, replies: list[Reply]) -> None:
+    async for _, delta in generation.deltas():
+        replies[delta.choice].add(delta)
+    generation.n_reasoning = sum(reply.n_reasoning for reply in replies)

@@ -20,6 +20,7 @@ from msgspec import structs
 
 from cflow.engine.card import ModelCard
 from cflow.engine.config import EngineConfig
+from cflow.engine.dialect import Dialect
 from cflow.engine.engine import FAULTS, Answer, Engine
 from cflow.engine.errors import EngineError
 from cflow.engine.grammar import GrammarChecker, from_json_schema, from_regex
@@ -47,6 +48,7 @@ CARD = ModelCard(
     metadata={},
     tokenizer=Tokenizer(b"", TOKEN_BYTES, {"eos_ids": [EOS]}),
     template=None,
+    dialect=Dialect(),
     grammars=GrammarChecker("toy"),
     vocab_size=len(TOKEN_BYTES),
     n_layers=0,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cflow.engine.dialect import Dialect
 from cflow.engine.engine import ModelCard
 from cflow.engine.errors import EngineError
 from cflow.engine.grammar import GrammarChecker, Vocabulary
@@ -214,6 +215,7 @@ class FakeEngine:
     generation: dict[str, Any] = field(default_factory=dict)
     refuse: EngineError | None = None
     template: Any = field(default_factory=PlainTemplate)
+    dialect: Dialect = field(default_factory=Dialect)
     context: int = 64
     top_k: int = 0
 
@@ -227,6 +229,7 @@ class FakeEngine:
             metadata={"generation": self.generation},
             tokenizer=ByteTokenizer(self.bos_id),  # type: ignore[arg-type]
             template=self.template,
+            dialect=self.dialect,
             grammars=GRAMMARS,
             vocab_size=260,
             n_layers=2,

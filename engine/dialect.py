@@ -1,0 +1,147 @@
+"""How a model writes tool calls and its reasoning, as its chat template shows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from cflow.engine.grammar import combine, from_json_schema
+from cflow.engine.tokenizer import Tokenizer
+
+THINK, THOUGHT = "<think>", "</think>"
+
+Thinking = Literal["no", "maybe", "begun"]  # when an answer begins
+
+
+@dataclass(frozen=True, slots=True)
+class CallSyntax:
+    """A call is {"name": ..., key: {...}}. single, several: how calls are written, in Lark over the
+    rules open, close and call."""
+
+    key: str
+    open: str
+    close: str = ""
+    filling: str = ""  # characters that may stand between calls, besides white space
+    is_bare: bool = False  # an answer may be a call without `open`
+    single: str = "call"
+    several: str = "call"
+    id_length: int = 24
+
+
+HERMES = CallSyntax(
+    "arguments",
+    "<tool_call>",
+    "</tool_call>",
+    single=r'open "\n" call "\n" close',
+    several=r'open "\n" call "\n" close ("\n" open "\n" call "\n" close)*',
+)
+LLAMA = CallSyntax("parameters", "<|python_tag|>", filling=";", is_bare=True)
+MISTRAL = CallSyntax(
+    "arguments",
+    "[TOOL_CALLS]",
+    filling="[,]",
+    single='open "[" call "]"',
+    several='open "[" call (", " call)* "]"',
+    id_length=9,  # its templates accept no other
+)
+OTHER = ("<function=", "<arg_key>", "[ARGS]")  # calls that are no JSON objects
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """calls: None if the template takes no tools, or has calls written in a way not known here."""
+
+    calls: CallSyntax | None = None
+    thinks: bool = False
+
+    @classmethod
+    def of(cls, template: str) -> Dialect:
+        return cls(_syntax(template), THOUGHT in template)
+
+    def thinking(self, prompt: str) -> Thinking:
+        """prompt: the rendered conversation."""
+        end = prompt.rstrip()
+        if not self.thinks or end.endswith(THOUGHT):
+            return "no"
+        return "begun" if end.endswith(THINK) else "maybe"
+
+    def special_ids(self, tokenizer: Tokenizer) -> dict[str, int]:
+        """Of the marks, those that are special tokens of this model."""
+        marks = [THINK, THOUGHT] if self.thinks else []
+        if self.calls is not None:
+            marks += filter(None, (self.calls.open, self.calls.close))
+        encoded = {mark: tokenizer.encode(mark, add_bos=False) for mark in marks}
+        return {
+            mark: ids[0]
+            for mark, ids in encoded.items()
+            if len(ids) == 1 and tokenizer.is_special(ids[0])
+        }
+
+
+def _syntax(template: str) -> CallSyntax | None:
+    if "tools" not in template or any(mark in template for mark in OTHER):
+        return None
+    if HERMES.open in template:
+        return HERMES
+    if MISTRAL.open in template:
+        return MISTRAL
+    is_llama = LLAMA.open in template or ("<|eot_id|>" in template and '"parameters"' in template)
+    return LLAMA if is_llama else None
+
+
+# ---- what an answer must look like ----
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """body: the grammar of what is not a call, if calls need not be; tools: name -> schema of the
+    arguments, of those that may be called."""
+
+    body: str | None
+    tools: Mapping[str, Any]
+    is_parallel: bool
+    thinking: Thinking
+
+
+def grammar_of(form: Form, dialect: Dialect, special: Mapping[str, int]) -> str:
+    """Reasoning where the model does that, then calls or the body."""
+    parts: dict[str, str] = {}
+    ways, rules = [], []
+    if form.body is not None:
+        parts["body"] = form.body
+        ways.append("@body")
+    if form.tools and (syntax := dialect.calls) is not None:
+        ways.append(syntax.several if form.is_parallel else syntax.single)
+        calls = []
+        for i, (name, schema) in enumerate(form.tools.items()):
+            parts[f"tool_{i}"] = from_json_schema(schema)
+            head = f'{{"name": {json.dumps(name)}, "{syntax.key}": '
+            calls.append(f'{_quote(head)} @tool_{i} "}}"')
+        rules.append("call: " + "\n  | ".join(calls))
+        rules += [f"open: {_mark(syntax.open, special)}", f"close: {_mark(syntax.close, special)}"]
+    if form.body is not None and not form.tools and form.thinking == "no":
+        return form.body
+    start = _before(form.thinking) + "(" + " | ".join(ways) + ")"
+    if form.thinking != "no":
+        rules += [f"think: {_mark(THINK, special)}", *_thought(special)]
+    return combine("\n".join(["start: " + start, *rules]), parts)
+
+
+def _before(thinking: Thinking) -> str:
+    return {"no": "", "maybe": r"(think thought /\s*/)? ", "begun": r"thought /\s*/ "}[thinking]
+
+
+def _thought(special: Mapping[str, int]) -> list[str]:
+    if THOUGHT in special:
+        return [rf"thought: /(.|\n)*/ {_mark(THOUGHT, special)}"]
+    return [r"thought[lazy]: /(.|\n)*<\/think>/"]
+
+
+def _mark(text: str, special: Mapping[str, int]) -> str:
+    return f"<[{special[text]}]>" if text in special else _quote(text)
+
+
+def _quote(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

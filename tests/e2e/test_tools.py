@@ -1,0 +1,153 @@
+"""Tools and schemas with a real model that knows them, through the official openai client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+from openai.types.chat import ChatCompletionMessageToolCall
+from pydantic import BaseModel
+from running import Server, serving
+
+from cflow.engine import hub
+from cflow.engine.errors import ModelError
+
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Get the current weather of a city",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string"},
+                "unit": {"type": "string", "enum": ["celsius", "fahrenheit"]},
+            },
+            "required": ["city", "unit"],
+            "additionalProperties": False,
+        },
+    },
+}
+TIME: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "get_time",
+        "description": "Get the current time of a time zone",
+        "parameters": {
+            "type": "object",
+            "properties": {"zone": {"type": "string", "pattern": "^UTC[+-][0-9]{1,2}$"}},
+            "required": ["zone"],
+            "additionalProperties": False,
+        },
+    },
+}
+SCHEMAS = {t["function"]["name"]: t["function"]["parameters"] for t in (WEATHER, TIME)}
+QUESTION: list[Any] = [{"role": "user", "content": "What is the weather in Paris, in celsius?"}]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    try:
+        model = hub.resolve("qwen2.5-coder-0.5b")
+    except ModelError as error:
+        pytest.skip(f"no model: {error}")
+    with serving(model, "--context", "2048", "--max-sequences", "8") as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: Server) -> openai.OpenAI:
+    return server.openai()
+
+
+def check(call: Any) -> tuple[str, Any]:
+    """Name and arguments, which must fit the tool's schema."""
+    assert isinstance(call, ChatCompletionMessageToolCall)
+    arguments = json.loads(call.function.arguments)
+    jsonschema.validate(arguments, SCHEMAS[call.function.name])
+    return call.function.name, arguments
+
+
+def test_a_tool_is_called_and_its_result_is_told(client: openai.OpenAI) -> None:
+    fields: dict[str, Any] = {
+        "model": "M", "tools": [WEATHER, TIME], "temperature": 0, "max_tokens": 100,
+    }  # fmt: skip
+    first = client.chat.completions.create(messages=QUESTION, tool_choice="required", **fields)
+    message = first.choices[0].message
+    assert first.choices[0].finish_reason == "tool_calls"
+    assert message.content is None
+    assert message.tool_calls
+    name, arguments = check(message.tool_calls[0])
+    assert (name, arguments["city"], arguments["unit"]) == ("get_weather", "Paris", "celsius")
+    result = {
+        "role": "tool",
+        "tool_call_id": message.tool_calls[0].id,
+        "content": '{"degrees": 17}',
+    }
+    second = client.chat.completions.create(messages=[*QUESTION, message, result], **fields)
+    assert "17" in (second.choices[0].message.content or "")
+    assert second.choices[0].finish_reason == "stop"
+
+
+def test_a_named_tool_is_called_whatever_is_asked(client: openai.OpenAI) -> None:
+    """Hot, in several choices: all fit, the pattern too."""
+    answer = client.chat.completions.create(
+        model="M", messages=QUESTION, tools=[WEATHER, TIME], n=6, temperature=1.5, seed=1,
+        max_tokens=300, parallel_tool_calls=False,
+        tool_choice={"type": "function", "function": {"name": "get_time"}},
+    )  # fmt: skip
+    for choice in answer.choices:
+        (call,) = choice.message.tool_calls or []
+        assert check(call)[0] == "get_time"
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_streamed_calls_are_the_whole_ones(client: openai.OpenAI, choice: Any) -> None:
+    fields: dict[str, Any] = {
+        "model": "M", "messages": QUESTION, "tools": [WEATHER], "temperature": 0,
+        "max_tokens": 120, "tool_choice": choice,
+    }  # fmt: skip
+    whole = client.chat.completions.create(**fields).choices[0]
+    with client.chat.completions.stream(**fields) as stream:
+        for _ in stream:
+            pass
+        streamed = stream.get_final_completion().choices[0]
+    assert streamed.finish_reason == whole.finish_reason
+    assert (streamed.message.content or None) == (whole.message.content or None)
+    calls = [
+        [(c.function.name, c.function.arguments) for c in message.tool_calls or []]
+        for message in (streamed.message, whole.message)
+    ]
+    assert calls[0] == calls[1]
+    if choice == "required":
+        assert calls[0]
+
+
+def test_nothing_is_called_when_it_must_not_be(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="M", messages=QUESTION, tools=[WEATHER], tool_choice="none", max_tokens=40, temperature=0
+    )  # fmt: skip
+    assert not answer.choices[0].message.tool_calls
+    assert answer.choices[0].message.content
+
+
+class Person(BaseModel):
+    name: str
+    age: int
+
+
+def test_a_schema_is_filled_from_the_text(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.parse(
+        model="M",
+        messages=[{"role": "user", "content": "Extract: Ada Lovelace, 36 years old."}],
+        response_format=Person,
+        temperature=0,
+        max_tokens=100,
+    )
+    parsed = answer.choices[0].message.parsed
+    assert parsed is not None
+    assert ("Ada" in parsed.name, parsed.age) == (True, 36)
