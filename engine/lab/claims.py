@@ -599,7 +599,8 @@ ones of which every other is one of the last four again. "real": the bundled mod
 by zeros, which changes no routing, telling a story. C: all experts in memory. IO: the same records in the \
 same order, nothing computed. Law: (C + IO) / max(C, IO_eff). Recursion: the stages of the engine's own \
 plan one after the other, each as long as it takes with all in memory, reads begun and needed where the \
-plan says, one disk; its only inputs are those times and that of one read (`engine/lab/schedule.py`).
+plan says, one disk; its only inputs are those times, that of a read, and what compute keeps of its speed \
+beside reads (`engine/lab/schedule.py`).
 
 {table(head, rows)}
 

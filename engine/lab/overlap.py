@@ -1,15 +1,16 @@
 """`cflow lab overlap`: what a delay of experts is worth when they come from disk, beside two laws.
 
-One file, one stream, five arms. C: all experts are resident. IO: the same records in the same order
-and nothing computed. Three read while they compute: synchronous (`none`), in the window of one layer
+One file, one stream, six arms. C: all experts are resident. IO: the same records in the same order
+and nothing computed. Both: C, while records that nobody waits for are read. Three read what they
+compute with: synchronous (`none`), in the window of one layer
 (`layer`), in that of the delay (`delay`). They take turns, round by round, and must give the same bits.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
-import resource
 import statistics
 import tempfile
 import threading
@@ -31,7 +32,7 @@ from cflow.engine.experts import ExpertBank
 from cflow.engine.hub import BUNDLED_FILE
 from cflow.engine.lab.errors import LabError
 from cflow.engine.lab.measurements import Samples, shape_text
-from cflow.engine.lab.schedule import WINDOWS, Disk, Schedule, Step, Trace, plan_step
+from cflow.engine.lab.schedule import WINDOWS, Disk, Schedule, Trace, plan_step
 from cflow.engine.lab.widen import widen
 from cflow.engine.native import Context, Model, Pick, Row, TierStats, const, crc32c
 from cflow.engine.reports import Report, silent
@@ -39,7 +40,8 @@ from cflow.engine.synth import synth
 
 RESULTS = "docs/results/overlap.json"
 RATE_PART = 0.95  # of what one reader gets: what the disk holds
-READS = 64  # of which the cost of one is the median
+READS = 64  # to learn what a read costs beyond itself
+BATCH = 32  # records that are asked for together, to learn what one reader gets
 ARMS = {
     "none": "synchronous",
     "layer": "window of a layer",
@@ -67,12 +69,14 @@ class Sizes:
     top_k: int = 8
     tokens: int = 8
     rounds: int = 5
-    threads: tuple[int, ...] = ()  # none: 1, 2, 4, .. up to this machine's
+    threads: tuple[int, ...] = ()  # none: 1, 2, 4, .. up to this machine's less one
 
     @property
     def thread_counts(self) -> tuple[int, ...]:
-        n = machine.cores().threads
-        return self.threads or (*(t for t in (1, 2, 4, 8, 16) if t < n), n)
+        """One core is left to the reader and its checksums: where all compute, the kernel decides who
+        goes first, and no schedule knows."""
+        most = max(machine.cores().threads - 1, 1)
+        return self.threads or (*(t for t in (1, 2, 4, 8, 16) if t < most), most)
 
 
 # ---- results ----
@@ -89,6 +93,7 @@ class Cell(msgspec.Struct, frozen=True):
     misses: float  # a token, in the arm of the delay
     hits: float
     compute_ms: tuple[float, ...]
+    beside_ms: tuple[float, ...]  # compute, beside reads that it does not wait for
     io_ms: tuple[float, ...]
     none_ms: tuple[float, ...]
     layer_ms: tuple[float, ...]
@@ -96,10 +101,10 @@ class Cell(msgspec.Struct, frozen=True):
     io_eff_ms: (
         float  # what the disk takes for a token's records while the arm of the delay computes
     )
-    read_ms: float  # of one record
+    read_ms: dict[str, tuple[float, ...]]  # of one record, by window
     wake_ms: float  # until whoever waited for it runs on
-    stolen_ms: float  # of compute, for one record
-    predicted_ms: dict[str, float]  # by window
+    compute_speed: tuple[float, ...]  # what compute keeps of its speed beside a read
+    predicted_ms: dict[str, tuple[float, ...]]  # by window
 
     @property
     def name(self) -> str:
@@ -135,8 +140,12 @@ class Cell(msgspec.Struct, frozen=True):
     def law_error(self) -> float:
         return self.law / self.net("delay") - 1
 
+    def predicted(self, window: str) -> float:
+        return statistics.median(self.predicted_ms[window])
+
     def recursion(self, window: str) -> float:
-        return self.predicted_ms["none"] / self.predicted_ms[window]
+        """The net that the schedule predicts, each round from its own C and reads."""
+        return Samples(self.predicted_ms["none"]).over(Samples(self.predicted_ms[window]))
 
     def recursion_error(self, window: str) -> float:
         return self.recursion(window) / self.net(window) - 1
@@ -296,16 +305,22 @@ class _File:
         index, expert = self.places[record]
         model.rows(index, expert, 0, 0)
 
+    def read_all(self, model: Model, records: Sequence[int]) -> None:
+        """One after the other, asked for together; they fit the cache together."""
+        uses = np.zeros(len(self.places), np.uint64)
+        uses[list(records)] = 1
+        model.warm(uses)
+
     def shuffled(self) -> list[int]:
         return random.Random(3).sample(range(len(self.places)), len(self.places))
 
     def held_rate(self) -> float:
         """Bytes a second of one reader that nobody bounds, less a little."""
-        cache = 2 * self.bank.record_bytes
+        cache, records = (BATCH + 1) * self.bank.record_bytes, self.shuffled()
         with closing(Model(str(self.path), experts={"cache": cache, "threads": 1})) as model:
             start = time.perf_counter()
-            for record in self.shuffled():
-                self.read(model, record)
+            for first in range(0, len(records), BATCH):
+                self.read_all(model, records[first : first + BATCH])
             seconds = time.perf_counter() - start
         return RATE_PART * self.bank.record_bytes * len(self.places) / seconds
 
@@ -349,12 +364,11 @@ class _Watch(threading.Thread):
         return np.concatenate([[self._began_s], times[first], times[-1:]])
 
 
-class ReadsAlone(NamedTuple):
-    """A case's records, read without computing. each_s: from one to the next. read_s: of one."""
+class Beside(NamedTuple):
+    """Passes beside reads. reading: the part of their time in which one was under way."""
 
-    seconds: float
-    each_s: float
-    read_s: float
+    passes: list[Pass]
+    reading: float
 
 
 class _Tiers:
@@ -366,7 +380,7 @@ class _Tiers:
         self._open = ExitStack()
         self.models = {window: self._model(window, slots, threads) for window in WINDOWS}
         self.slots = self.stats("delay").n_slots
-        self.wake_s, self.cpu_s = self._read_cost()
+        self.wake_s = self._wake_s()
 
     def _model(self, window: str, slots: int, threads: int) -> Model:
         model = Model(
@@ -392,26 +406,43 @@ class _Tiers:
     def interval_s(self) -> float:
         return self._file.bank.record_bytes / self._rate
 
-    def read_all(self, trace: Trace) -> ReadsAlone:
-        before, start = self.stats("none"), time.perf_counter()
+    def read_all(self, trace: Trace) -> float:
+        """In seconds, with nothing computed; a layer's records are asked for together."""
+        start = time.perf_counter()
         for token in trace:
             for layer in token:
-                for record in layer:
-                    self._file.read(self.models["none"], record)
-        seconds, after = time.perf_counter() - start, self.stats("none")
-        n = max(after.reads - before.reads, 1)
-        return ReadsAlone(seconds, seconds / n, _mean_read_s(before, after))
+                self._file.read_all(self.models["none"], layer)
+        return time.perf_counter() - start
 
-    def _read_cost(self) -> tuple[float, float]:
-        """What a read costs beyond itself: seconds until its asker runs on, and of the reader's CPU."""
-        times, cpu, before = [], _others_cpu(), self.stats("none")
+    def timed(self, arm: str, context: Context, case: Case) -> tuple[Pass, float]:
+        """The case decoded, and the seconds of a read in it."""
+        if arm not in self.models:
+            return _decode(context, case), 0.0
+        before, done = self.stats(arm), _decode(context, case)
+        return done, _mean_read_s(before, self.stats(arm))
+
+    def _wake_s(self) -> float:
+        """From a read's end until its asker runs on, with the time until the reader begins it."""
+        times, before = [], self.stats("none")
         for record in self._file.shuffled()[:READS]:
             time.sleep(2 * self.interval_s)  # a bounded reader starts at once
             start = time.perf_counter()
             self._file.read(self.models["none"], record)
             times.append(time.perf_counter() - start)
-        wake_s = statistics.fmean(times) - _mean_read_s(before, self.stats("none"))
-        return max(wake_s, 0.0), (_others_cpu() - cpu) / len(times)
+        return max(statistics.fmean(times) - _mean_read_s(before, self.stats("none")), 0.0)
+
+    def beside(self, context: Context, case: Case) -> Beside:
+        """The case decoded in a context of its own, while other records are read all the time; again
+        where it is over before a read is."""
+        passes, before, after = list[Pass](), self.stats("none"), self.stats("none")
+        with _Traffic(self._file, self.models["none"], self.slots // 2) as traffic:
+            while after.warm_bytes == before.warm_bytes and traffic.is_alive():
+                passes.append(_decode(context, case))
+                after = self.stats("none")
+        if after.warm_bytes == before.warm_bytes:
+            raise LabError(f"{self._file.path}: nothing could be read beside compute")
+        reading_s = (after.read_ns - before.read_ns) / 1e9
+        return Beside(passes, reading_s / sum(one.seconds for one in passes))
 
     def close(self) -> None:
         self._open.close()
@@ -421,14 +452,37 @@ def _mean_read_s(before: TierStats, after: TierStats) -> float:
     return (after.read_ns - before.read_ns) / 1e9 / max(after.reads - before.reads, 1)
 
 
-def _others_cpu() -> float:
-    """CPU seconds of all threads but this one."""
-    both = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_THREAD))
-    whole, own = (usage.ru_utime + usage.ru_stime for usage in both)
-    return whole - own
+class _Traffic(threading.Thread):
+    """Reads records into a model's expert cache, n at a time, until it ends."""
+
+    def __init__(self, file: _File, model: Model, n: int) -> None:
+        super().__init__()
+        self._file, self._model = file, model
+        self._over = threading.Event()
+        records = file.shuffled()
+        self._batches = [records[first : first + n] for first in range(0, len(records), n)]
+
+    def run(self) -> None:
+        for batch in itertools.cycle(self._batches):
+            if self._over.is_set():
+                return
+            self._file.read_all(self._model, batch)
+
+    def __enter__(self) -> _Traffic:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self.join()
 
 
 # ---- a cell ----
+
+
+def compute_speed(alone_s: float, beside_s: float, reading: float) -> float:
+    """What compute loses beside reads, it loses while one is under way, that part of the time."""
+    return min(1 - (1 - alone_s / beside_s) / min(reading, 1.0), 1.0)
 
 
 @dataclass
@@ -442,8 +496,8 @@ class _Cell:
     def measure(self, rounds: int, report: Callable[[int], None]) -> Cell:
         case, tiers = self.case, self.tiers
         trace = self.file.trace(case)
-        found: dict[str, list[float]] = {arm: [] for arm in ("compute", "io", *WINDOWS)}
-        reads = []
+        found: dict[str, list[float]] = {arm: [] for arm in ("compute", "beside", "io", *WINDOWS)}
+        sides, read_s = list[Beside](), {window: list[float]() for window in WINDOWS}
         with ExitStack() as opened:
             contexts = {
                 arm: opened.enter_context(closing(_open_context(model, case)))
@@ -456,24 +510,33 @@ class _Cell:
             before = tiers.stats("delay")
             for done in range(rounds):
                 report(done)
-                reads.append(tiers.read_all(trace))
-                found["io"].append(reads[-1].seconds)
+                found["io"].append(tiers.read_all(trace))
+                sides.append(tiers.beside(contexts["compute"], case))
+                for one in sides[-1].passes:
+                    self._same("beside", one, want)
+                found["beside"].append(statistics.fmean(one.seconds for one in sides[-1].passes))
                 for arm, context in contexts.items():
-                    one = _decode(context, case)
+                    one, each_s = tiers.timed(arm, context, case)
                     self._same(arm, one, want)
                     found[arm].append(one.seconds)
+                    if arm in read_s:
+                        read_s[arm].append(each_s)
             after = tiers.stats("delay")
         report(rounds)
         n = len(case.tokens)
         ms = {f"{arm}_ms": tuple(1e3 * s / n for s in seconds) for arm, seconds in found.items()}
-        n_reads, read_s = after.reads - before.reads, (after.read_ns - before.read_ns) / 1e9
-        disk = Disk(
-            max(tiers.interval_s, statistics.median(one.each_s for one in reads)),
-            statistics.median(one.read_s for one in reads),
-            tiers.wake_s,
-            tiers.cpu_s / case.threads if case.threads >= machine.cores().threads else 0.0,
-        )
-        compute_s = statistics.median(found["compute"]) / n
+        n_reads, reading_s = after.reads - before.reads, (after.read_ns - before.read_ns) / 1e9
+        arms = zip(found["compute"], found["beside"], sides, strict=True)
+        speeds = [compute_speed(alone, beside, side.reading) for alone, beside, side in arms]
+        predicted = {
+            window: tuple(
+                self._predict(stages, alone_s, trace, window, self._disk(each_s, speed))
+                for alone_s, each_s, speed in zip(
+                    found["compute"], read_s[window], speeds, strict=True
+                )
+            )
+            for window in WINDOWS
+        }
         return Cell(
             routing=case.routing,
             threads=case.threads,
@@ -482,11 +545,11 @@ class _Cell:
             records=self.file.bank.n_records,
             misses=(after.misses - before.misses) / (n * rounds),
             hits=(after.hits - before.hits) / (n * rounds),
-            io_eff_ms=1e3 * max(read_s, n_reads * tiers.interval_s) / (n * rounds),
-            read_ms=1e3 * disk.read_s,
-            wake_ms=1e3 * disk.wake_s,
-            stolen_ms=1e3 * disk.stolen_s,
-            predicted_ms=self._predict(stages, compute_s, trace, disk),
+            io_eff_ms=1e3 * max(reading_s, n_reads * tiers.interval_s) / (n * rounds),
+            read_ms={window: tuple(1e3 * s for s in each_s) for window, each_s in read_s.items()},
+            wake_ms=1e3 * tiers.wake_s,
+            compute_speed=tuple(speeds),
+            predicted_ms=predicted,
             **ms,
         )
 
@@ -496,21 +559,21 @@ class _Cell:
                 f"{self.case.routing}: the arm `{arm}` gives other tokens than memory does"
             )
 
+    def _disk(self, read_s: float, speed: float) -> Disk:
+        return Disk(self.tiers.interval_s, read_s, self.tiers.wake_s, speed)
+
     def _predict(
-        self, stages: Sequence[float], compute_s: float, trace: Trace, disk: Disk
-    ) -> dict[str, float]:
-        """The watched stages, as long together as a token that nobody watches."""
-        scale = compute_s / sum(stages)
+        self, stages: Sequence[float], alone_s: float, trace: Trace, window: str, disk: Disk
+    ) -> float:
+        """Milliseconds a token. alone_s: of the case's compute; the watched stages, as long together.
+        The second time: as here, the first has filled the cache."""
+        scale = alone_s / len(trace) / sum(stages)
         *each, rest = (scale * seconds for seconds in stages)
         top_k = max(layer.top_k for layer in self.file.layers)
         whole = plan_step(self.file.ops, each, rest, top_k, self.case.chosen)
-        return {w: 1e3 * self._run(whole, disk, w, trace) / len(trace) for w in WINDOWS}
-
-    def _run(self, whole: Step, disk: Disk, window: str, trace: Trace) -> float:
-        """The second time: as here, the first has filled the cache."""
         plan = Schedule(whole, disk, self.tiers.slots, window)
         plan.seconds(trace)
-        return plan.seconds(trace)
+        return 1e3 * plan.seconds(trace) / len(trace)
 
 
 # ---- all cells ----

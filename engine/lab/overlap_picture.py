@@ -59,7 +59,7 @@ def _draw_times(axes: Axes, at: int, cell: Cell, *, is_first: bool) -> None:
     for place, (window, text) in enumerate(ARMS.items()):
         y = at + (place - 1) * height
         axes.barh(y, cell.ms(window), height, color=COLOURS[window], label=label(text))
-        axes.plot(cell.predicted_ms[window], y, "|", color="black", markersize=11, mew=2)
+        axes.plot(cell.predicted(window), y, "|", color="black", markersize=11, mew=2)
 
 
 def _draw_nets(axes: Axes, cells: tuple[Cell, ...]) -> None:

@@ -15,6 +15,7 @@ from cflow.engine.lab.errors import LabError
 from cflow.engine.native_types import OpInfo
 
 CREDIT_S = 1e-3  # how far a bounded reader may catch up (native/src/tier.c)
+NOTHING_S = 1e-12
 WINDOWS = ("none", "layer", "delay")
 
 Trace = list[list[list[int]]]  # token, layer: the records it wants, in the order of asking
@@ -53,13 +54,13 @@ class Step:
 @dataclass(frozen=True)
 class Disk:
     """interval_s: at least, between the beginnings of two reads. read_s: of a record. wake_s: to wake
-    the reader and whoever waits for it. stolen_s: what a read takes from compute where all cores are
-    busy."""
+    the reader and whoever waits for it. compute_speed: what compute keeps of its speed beside a read,
+    since they share memory, and cores where there are too few."""
 
     interval_s: float
     read_s: float
     wake_s: float = 0.0
-    stolen_s: float = 0.0
+    compute_speed: float = 1.0
 
 
 def plan_step(
@@ -118,7 +119,8 @@ class Cache:
     n_reads: int = 0
     _paced: float = 0.0  # no read begins before
     _queue: list[int] = field(default_factory=list)
-    _loading: tuple[int, float] | None = None  # record, when it will be there
+    _loading: int | None = None
+    _left: float = 0.0  # of its read
     _used: dict[int, None] = field(default_factory=dict)  # resident, the least recently used first
     _needed: set[int] = field(default_factory=set)  # demanded or pinned: these stay
 
@@ -127,9 +129,7 @@ class Cache:
             self._needed.add(record)
             if record in self._used:
                 self._touch(record)
-            elif record not in self._queue and (
-                self._loading is None or self._loading[0] != record
-            ):
+            elif record not in self._queue and record != self._loading:
                 self._queue.append(record)
 
     def is_demanded(self, record: int) -> bool:
@@ -143,22 +143,33 @@ class Cache:
             self._needed.discard(record)
             self._touch(record)
 
-    def advance(self, until: float) -> None:
-        while (event := self._next_event()) <= until:
-            self._run_event(event, ())
-        self.now = until
+    def compute(self, seconds: float) -> None:
+        """That much alone, longer beside reads."""
+        self._elapse(seconds, self.disk.compute_speed)
+
+    def idle(self, seconds: float) -> None:
+        self._elapse(seconds, 1.0)
 
     def wait(self, records: Sequence[int]) -> None:
         """Until one of them is resident."""
         slept = False
         while not self.resident(records):
-            event = self._next_event()
-            if event == math.inf:
+            self._begin_read(records)
+            span = self._next_event()
+            if span == math.inf:
                 raise LabError(f"{self.n_slots} slots are too few for what a stage needs")
-            self._run_event(event, records)
+            self._pass(span)
             slept = True
         if slept:
-            self.advance(self.now + self.disk.wake_s)
+            self.idle(self.disk.wake_s)
+
+    def _elapse(self, seconds: float, speed_beside_read: float) -> None:
+        while seconds > NOTHING_S:
+            self._begin_read(())
+            speed = 1.0 if self._loading is None else speed_beside_read
+            span = min(seconds / speed, self._next_event())
+            self._pass(span)
+            seconds -= span * speed
 
     def _touch(self, record: int) -> None:
         del self._used[record]
@@ -167,24 +178,33 @@ class Cache:
     def _victim(self) -> int | None:
         return next((record for record in self._used if record not in self._needed), None)
 
-    def _next_event(self) -> float:
-        """When the read under way ends or the next can begin; inf: neither."""
-        if self._loading is not None:
-            return self._loading[1]
-        has_room = len(self._used) < self.n_slots or self._victim() is not None
-        return max(self.now, self._paced) if self._queue and has_room else math.inf
+    def _has_room(self) -> bool:
+        return len(self._used) < self.n_slots or self._victim() is not None
 
-    def _run_event(self, when: float, waited: Sequence[int]) -> None:
-        self.now = max(self.now, when)
+    def _next_event(self) -> float:
+        """Seconds until the read under way ends or the next can begin; inf: neither."""
         if self._loading is not None:
-            self._used[self._loading[0]] = None
+            return self._left
+        return max(self._paced - self.now, 0.0) if self._queue and self._has_room() else math.inf
+
+    def _pass(self, seconds: float) -> None:
+        self.now += seconds
+        if self._loading is None:
+            return
+        self._left -= seconds
+        if self._left <= NOTHING_S:
+            self._used[self._loading] = None
             self._loading = None
+
+    def _begin_read(self, waited: Sequence[int]) -> None:
+        """If one can begin now; what is waited for comes first."""
+        if self._loading is not None or self._next_event() > NOTHING_S:
             return
         record = next((r for r in self._queue if r in waited), self._queue[0])
         self._queue.remove(record)
         if len(self._used) >= self.n_slots and (victim := self._victim()) is not None:
             del self._used[victim]
-        self._loading = record, self.now + self.disk.read_s
+        self._loading, self._left = record, self.disk.read_s
         self._paced = max(self._paced, self.now - CREDIT_S) + self.disk.interval_s
         self.n_reads += 1
 
@@ -217,7 +237,7 @@ class Schedule:
             asked = {"none": (), "layer": stage.landed, "delay": stage.routed}[self._window]
             for layer in asked:
                 cache.demand(wanted[layer])
-            self._compute(stage.seconds + len(ready) * step.gated_s + len(ending) * step.down_s)
+            cache.compute(stage.seconds + len(ready) * step.gated_s + len(ending) * step.down_s)
             cache.release(ending)
             ending = ready
             while waiting:
@@ -225,23 +245,11 @@ class Schedule:
                 if not ready and not ending:
                     cache.wait(waiting)
                     continue
-                self._compute(len(ready) * step.gated_s + len(ending) * step.down_s)
+                cache.compute(len(ready) * step.gated_s + len(ending) * step.down_s)
                 cache.release(ending)
                 ending = ready
-        self._compute(step.rest_s)
+        cache.compute(step.rest_s)
 
     def _ready(self, waiting: list[int]) -> tuple[list[int], list[int]]:
         ready = self.cache.resident(waiting)
         return ready, [record for record in waiting if record not in ready]
-
-    def _compute(self, seconds: float) -> None:
-        """Reads that begin meanwhile take their part of the cores."""
-        cache = self.cache
-        end, before = cache.now + seconds, cache.n_reads
-        while True:
-            cache.advance(end)
-            late = cache.n_reads - before
-            if not late or not cache.disk.stolen_s:
-                return
-            before = cache.n_reads
-            end += late * cache.disk.stolen_s

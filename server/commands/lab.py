@@ -180,4 +180,4 @@ def _cell_rows(cell: Cell, arms: Mapping[str, str]) -> list[tuple[str, str]]:
 
 
 def _arm(cell: Cell, window: str) -> str:
-    return f"{cell.ms(window):.1f} ms a token; recursion {cell.predicted_ms[window]:.1f}"
+    return f"{cell.ms(window):.1f} ms a token; recursion {cell.predicted(window):.1f}"

@@ -21,6 +21,7 @@ from cflow.engine.lab.schedule import Cache, Disk, Schedule, Stage, Step, plan_s
 from cflow.engine.lab.widen import widen
 from cflow.engine.native import Model
 from cflow.engine.synth import synth, synth_header
+from cflow.server.commands.lab import _cell_rows
 
 SMALL = Sizes(
     random=Widths(64, 128, 32),
@@ -78,22 +79,24 @@ def test_all_in_memory_takes_what_the_stages_take() -> None:
     assert plan.cache.n_reads == 3
 
 
-def test_reads_steal_from_compute_and_waking_takes_time() -> None:
+def test_compute_is_slower_beside_reads_and_waking_takes_time() -> None:
     step = Step(
         (Stage(1.0, routed=(0,)), Stage(4.0), Stage(0.0, starts=(0,)), Stage(0.0, ends=(0,))),
         0,
         0,
         0,
     )
-    stolen = Schedule(step, Disk(1.0, 1.0, stolen_s=0.25), n_slots=3, window="delay")
-    assert stolen.seconds([[[1, 2]]]) == pytest.approx(5 + 2 * 0.25)
+    slowed = Disk(1.0, 1.0, compute_speed=0.5)
+    beside = Schedule(step, slowed, n_slots=3, window="delay")
+    # Two reads of a second each beside compute, which does half of that meanwhile.
+    assert beside.seconds([[[1, 2]]]) == pytest.approx(2 + 5 - 1)
     woken = Schedule(step, Disk(1.0, 1.0, wake_s=0.25), n_slots=3, window="none")
     assert woken.seconds([[[1, 2]]]) == pytest.approx(5 + 2 + 0.25)
 
 
 def test_a_bounded_disk_paces_the_beginnings() -> None:
     cache = Cache(Disk(interval_s=2.0, read_s=0.5), n_slots=4)
-    cache.advance(10.0)
+    cache.idle(10.0)
     cache.demand([1, 2])
     cache.wait([1])
     cache.wait([2])
@@ -234,6 +237,24 @@ def test_the_schedule_reads_what_the_engine_reads(tmp_path: Path) -> None:
         assert plan.cache.n_reads - n_reads < 20 * 16 * 2
 
 
+def test_what_compute_keeps_beside_reads(tmp_path: Path) -> None:
+    # 10 s became 12.5, a read was under way in 8 of 10: compute went at 0.75 in these.
+    assert overlap.compute_speed(10, 12.5, 0.8) == pytest.approx(0.75)
+    path = tmp_path / "m.cflow"
+    synth(shape(tmp_path), path)
+    case = Case("uniform", (1, 2), 1, 2)
+    with (
+        closing(overlap._File(path, 1)) as file,
+        closing(overlap._Tiers(file, 10, 1e9, 1)) as tiers,
+    ):
+        with closing(overlap._open_context(file.model, case)) as context:
+            want, before = overlap._decode(context, case), tiers.stats("none").warm_bytes
+            beside = tiers.beside(context, case)
+        assert tiers.stats("none").warm_bytes > before
+        assert beside.reading > 0
+        assert all(one.crc == want.crc for one in beside.passes)
+
+
 def test_other_bits_are_an_error(tmp_path: Path) -> None:
     path = tmp_path / "m.cflow"
     synth(shape(tmp_path), path)
@@ -262,15 +283,20 @@ def cell(**fields: object) -> Cell:
         "misses": 48.0,
         "hits": 0.0,
         "compute_ms": (50.0, 50.0, 50.0),
+        "beside_ms": (52.0, 53.0, 54.0),
         "io_ms": (46.0, 45.0, 44.0),
         "none_ms": (90.0, 99.0, 108.0),
         "layer_ms": (75.0, 90.0, 90.0),
         "delay_ms": (50.0, 55.0, 60.0),
         "io_eff_ms": 47.5,
-        "read_ms": 0.4,
+        "read_ms": {window: (0.4,) * 3 for window in ("none", "layer", "delay")},
         "wake_ms": 0.05,
-        "stolen_ms": 0.0,
-        "predicted_ms": {"none": 100.0, "layer": 85.0, "delay": 55.0},
+        "compute_speed": (1.0,) * 3,
+        "predicted_ms": {
+            "none": (90.0, 100.0, 110.0),
+            "layer": (85.0,) * 3,
+            "delay": (45.0, 55.0, 55.0),
+        },
     }
     return Cell(**(values | fields))
 
@@ -286,8 +312,9 @@ def test_figures_of_a_cell_by_hand() -> None:
     assert one.net("layer") == pytest.approx(1.2)  # of 1.2, 1.1, 1.2
     assert one.law == pytest.approx(95 / 50)
     assert one.law_error == pytest.approx(1.9 / 1.8 - 1)
-    assert one.recursion("delay") == pytest.approx(100 / 55)
-    assert one.recursion_error("delay") == pytest.approx(100 / 55 / 1.8 - 1)
+    assert one.predicted("delay") == 55
+    assert one.recursion("delay") == pytest.approx(2)  # of 2, 100 / 55 and 2
+    assert one.recursion_error("delay") == pytest.approx(2 / 1.8 - 1)
     assert one.is_balanced
     assert not cell(hits=0.5).is_balanced
     assert not cell(io_ms=(41.0, 41.0, 41.0)).is_balanced
@@ -306,6 +333,12 @@ def test_the_row_says_what_the_figures_do() -> None:
     assert claims.overlap_claim(results_of(cell(hits=1.0))).ours.startswith("no cell with C and IO")
     assert claims.overlap_claim(None).verdict == "not yet measured"
     assert claims.overlap_net(results_of(cell())) == "1.80x"
+
+
+def test_the_command_tells_every_arm_beside_its_prediction() -> None:
+    rows = dict(_cell_rows(cell(), overlap.ARMS))
+    assert rows["window of the delay"] == "55.0 ms a token; recursion 55.0"
+    assert rows["synchronous"] == "99.0 ms a token; recursion 100.0"
 
 
 def test_the_picture(tmp_path: Path) -> None:
