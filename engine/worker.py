@@ -60,6 +60,7 @@ STATUS_TEXT = {
     -4: ("io_error", "weights could not be read from disk"),
     -7: ("numeric", "the model's output is not finite for this request"),
 }
+READING_S = 0.5  # how often an idle worker tells of reads in flight
 
 log = logging.getLogger("cflow.worker")
 
@@ -94,15 +95,13 @@ class Worker:
 
     def run(self) -> None:
         """Until drained. The link ends the process when the front end is gone."""
+        self._tell()
         while not self._is_drained():
             for message in self._link.receive(self._patience()):
                 self._take(message)
             self._expire()
             self._step()
-            if stats := self._stats.due(self._scheduler.n_running):
-                self._link.send(stats)
-            if line := self._stats.line_due():
-                self._link.send(line)
+            self._tell()
             if self._loaded.experts:
                 self._loaded.experts.save()
         if self._loaded.experts:
@@ -112,7 +111,13 @@ class Worker:
         """How long to wait for messages."""
         if self._scheduler.n_running or self._scheduler.n_waiting or self._drain_deadline:
             return 0
-        return None
+        return READING_S if self._stats.is_reading else None
+
+    def _tell(self) -> None:
+        if stats := self._stats.due(self._scheduler.n_running):
+            self._link.send(stats)
+        if line := self._stats.line_due():
+            self._link.send(line)
 
     # ---- called by the link's thread ----
 

@@ -51,6 +51,11 @@ class StatsKeeper:
         self._sent_at, self._last = now, stats
         return stats
 
+    @property
+    def is_reading(self) -> bool:
+        """What was told last may change without a step."""
+        return self._last is not None and any(d.n_loading for d in self._last.disk.values())
+
     def line_due(self) -> Line | None:
         now = time.monotonic()
         if now < self._line_at + LINE_S:
