@@ -129,7 +129,7 @@ class Engine:
 
     @property
     def is_failing(self) -> bool:
-        """One request after the other finds its experts not readable."""
+        """One request after the other finds weights that cannot be read."""
         age_s = time.monotonic() - self._last_fault
         return self._n_faults >= FAULTS and age_s < FAULT_S
 

@@ -37,7 +37,8 @@ class Server:
         self._lines: list[str] = []
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
-        assert wait_for(lambda: self._address() is not None, START_S), self.log
+        wait_for(lambda: self._address() is not None or self.process.poll() is not None, START_S)
+        assert self._address() is not None, self.log
         self.url = self._address() or ""
         self.http = httpx.Client(base_url=self.url, timeout=60, verify=False)
 
@@ -92,12 +93,14 @@ class Server:
                 elif line.startswith("data: "):
                     yield json.loads(line.removeprefix("data: "))
 
-    def metric(self, name: str) -> float:
-        """The sum of a family's samples of that name."""
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a family's samples of that name with these labels."""
         text = self.http.get("/metrics").text
-        samples = re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", text, re.MULTILINE)
-        assert samples, name
-        return sum(map(float, samples))
+        samples = re.findall(rf"^{re.escape(name)}({{.*}})? (\S+)$", text, re.MULTILINE)
+        wanted = [f'{label}="{value}"' for label, value in labels.items()]
+        values = [float(value) for found, value in samples if all(w in found for w in wanted)]
+        assert values, (name, labels)
+        return sum(values)
 
     def workers(self) -> list[int]:
         return workers_of(self.process.pid)
@@ -115,9 +118,11 @@ class Server:
 
 
 @contextmanager
-def serving(model: Path, *flags: str) -> Iterator[Server]:
+def serving(
+    model: Path, *flags: str, environment: Mapping[str, str] | None = None
+) -> Iterator[Server]:
     """A server that is ready, and by its end has left no traceback in its log."""
-    server = Server(model, *flags)
+    server = Server(model, *flags, environment=environment)
     try:
         yield server.ready()
     finally:
