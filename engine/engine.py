@@ -78,7 +78,6 @@ class Engine:
         self._n_faults = 0  # in a row
         self._last_fault = 0.0
         self._outboxes: dict[int, Outbox] = {}
-        self._n_answers = 0  # choices of all requests that have not finished
         self._n_requests = 0
         self._worker: WorkerProcess | None = None
         self._watchdog = Watchdog(tick_s=TICK_S, stuck_s=config.stuck_s)
@@ -123,6 +122,10 @@ class Engine:
         return max(0, self._n_answers - self.config.max_sequences)
 
     @property
+    def _n_answers(self) -> int:
+        return sum(outbox.n_open for outbox in self._outboxes.values())
+
+    @property
     def capacity(self) -> int:
         """Answers that can run or wait."""
         return self.config.max_sequences + self.config.max_queue
@@ -161,7 +164,6 @@ class Engine:
             Submit(request_id, tuple(prompt), n_choices, sampling, key, priority, place, deadline)
         )
         outbox = self._outboxes[request_id] = Outbox(n_choices)
-        self._n_answers += n_choices
         return Answer(request_id, outbox, self._cancel)
 
     def check_room(self, n_answers: int) -> None:
@@ -214,7 +216,6 @@ class Engine:
         elif isinstance(message, Failed):
             self._count_fault(message.code)
             if outbox := self._outboxes.pop(message.request_id, None):
-                self._n_answers -= outbox.n_open
                 outbox.fail(EngineError(message.code, message.message))
         elif isinstance(message, Loading):
             self.loading = message
@@ -236,8 +237,6 @@ class Engine:
             if outbox is None:
                 continue
             outbox.put(event)
-            if isinstance(event, Delta) and event.finish is not None:
-                self._n_answers -= 1
             if outbox.is_over:
                 self._n_faults = 0
                 del outboxes[event.request_id]
@@ -315,7 +314,7 @@ class Engine:
         self._worker = self.ready = self.loading = None
         self._totals.end_worker()
         self._n_faults = 0
-        outboxes, self._outboxes, self._n_answers = self._outboxes, {}, 0
+        outboxes, self._outboxes = self._outboxes, {}
         if self.state in ("draining", "closed"):
             code, text = REFUSALS[self.state]
         else:

@@ -42,8 +42,7 @@ class Infill:
 def find_infill(tokenizer: Tokenizer) -> Infill | None:
     """None if the model has no such tokens."""
     for names in NAMES:
-        found = [_find(tokenizer, name) for name in names]
-        prefix, suffix, middle = found
+        prefix, suffix, middle = (_find(tokenizer, name) for name in names)
         if prefix is not None and suffix is not None and middle is not None:
             ends = (_find(tokenizer, name) for name in END_NAMES)
             return Infill(prefix, suffix, middle, tuple(id for id in ends if id is not None))

@@ -53,7 +53,8 @@ class Link:
             self._has_mail.notify()
 
     def receive(self, timeout_s: float | None) -> list[Any]:
-        """Everything in the inbox: Down, and what was posted; waits for it so long (None: for ever; 0: not)."""
+        """Everything in the inbox: Down, and what was posted; waits for it so long (None: for ever;
+        0: not)."""
         if not self._inbox and timeout_s == 0:
             return []
         with self._has_mail:

@@ -1,8 +1,8 @@
 """What crosses the socket pair between the front end and the worker: length-prefixed msgpack.
 
 A frame is a little-endian u32 length and that many bytes, one message. Down: Hello, Submit, Cancel,
-Drain. Up: Loading, Ready, Step, Failed, Line, Stats, Heartbeat, Fatal. Every choice of a request ends with
-exactly one Finish in a Step or the request ends with one Failed.
+Drain. Up: Loading, Ready, Step, Failed, Line, Stats, Heartbeat, Fatal. Every choice of a request ends
+with exactly one Finish in a Step or the request ends with one Failed.
 """
 
 from __future__ import annotations

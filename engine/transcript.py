@@ -58,7 +58,7 @@ class Transcript:
         return self._stops.flush() + shown + self._detokenizer.flush()
 
     def rest(self) -> str:
-        """What is held back when the answer ends, in the order it came. A stop string that only the flush completes (one
-        that ends in U+FFFD) is still cut off."""
+        """What is held back when the answer ends, in the order it came. A stop string that only the
+        flush completes (one that ends in U+FFFD) is still cut off."""
         shown = self._stops.push(self._detokenizer.flush())
         return shown if self._stops.matched is not None else shown + self._stops.flush()

@@ -30,12 +30,11 @@ class WaitingLine:
 
     def __init__(self) -> None:
         self._queues: dict[tuple[int, str], list[Sequence]] = {}  # by priority and key; by turn
-        self._n = 0
         self._served: dict[str, int] = {}  # tokens by key
         self._n_requests: Counter[str] = Counter()  # by key, waiting or running
 
     def __len__(self) -> int:
-        return self._n
+        return sum(map(len, self._queues.values()))
 
     # ---- what keys were served ----
 
@@ -59,7 +58,6 @@ class WaitingLine:
         submit = sequence.request.submit
         insort(self._queues.setdefault((submit.priority, submit.key), []), sequence, key=turn)
         sequence.is_waiting = True
-        self._n += 1
 
     def remove(self, sequence: Sequence) -> None:
         submit = sequence.request.submit
@@ -68,7 +66,6 @@ class WaitingLine:
         if not queue:
             del self._queues[submit.priority, submit.key]
         sequence.is_waiting = False
-        self._n -= 1
 
     def rank(self, sequence: Sequence) -> Rank:
         """Its place in the line now, also of one that runs."""
