@@ -21,7 +21,8 @@ REFUSALS = {
 }
 OF_POST = tuple(REFUSALS)
 OF_GET = (401, 404, 503)
-OF_PROBE = (503,)
+# Of open paths; the others refuse nothing.
+OF_PROBE: dict[str, tuple[int, ...]] = {"/health": (503,), "/ready": (503,)}
 TEXT = {"type": "string"}
 NAME = {"type": ["string", "null"]}
 ERROR = {
@@ -38,8 +39,11 @@ ERROR = {
 
 
 def _refusals(path: str, method: str) -> dict[str, Any]:
-    statuses = OF_POST if method == "post" else OF_PROBE if is_open(path) else OF_GET
-    schema = {"$ref": REF.format(model="Error")} if not is_open(path) else {"type": "object"}
+    if is_open(path):
+        statuses, schema = OF_PROBE.get(path, ()), {"type": "object"}
+    else:
+        statuses = OF_POST if method == "post" else OF_GET
+        schema = {"$ref": REF.format(model="Error")}
     content = {"application/json": {"schema": schema}}
     return {
         str(status): {"description": REFUSALS[status], "content": content} for status in statuses
@@ -47,6 +51,7 @@ def _refusals(path: str, method: str) -> dict[str, Any]:
 
 
 def describe(app: FastAPI) -> None:
+    """Has the app's document complete."""
     make = app.openapi
 
     def openapi() -> dict[str, Any]:

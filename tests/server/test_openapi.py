@@ -40,13 +40,18 @@ def test_all_operations_are_tried(document: Any) -> None:
     assert found == set(OPERATIONS)
 
 
-@pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
-@pytest.mark.parametrize(("method", "path"), OPERATIONS, ids=lambda part: part)
+@pytest.mark.parametrize(
+    ("method", "path", "mode"),
+    [
+        (method, path, mode)
+        for method, path in OPERATIONS
+        for mode in GenerationMode
+        if method == "POST" or mode == GenerationMode.POSITIVE  # a GET has nothing to get wrong
+    ],
+)
 def test_every_answer_is_described(
     document: Any, method: str, path: str, mode: GenerationMode
 ) -> None:
-    if method == "GET" and mode == GenerationMode.NEGATIVE:
-        return  # nothing to get wrong
     operation = document[path][method]
 
     @settings(
