@@ -164,6 +164,13 @@ class Soak:
             self.report.wrong.append(f"{way}: {texts!r} instead of {ask.texts!r}")
 
     async def _stream(self, http: httpx.AsyncClient, ask: Ask, choose: random.Random) -> None:
+        await self._read("stream", http, ask, sys.maxsize)
+
+    async def _leave(self, http: httpx.AsyncClient, ask: Ask, choose: random.Random) -> None:
+        await self._read("leave", http, ask, choose.randrange(1, 7))
+
+    async def _read(self, way: str, http: httpx.AsyncClient, ask: Ask, n_events: int) -> None:
+        """At most so many events of a stream."""
         began, texts = time.monotonic(), [""] * len(ask.texts)
         async for event in self._events(http, ask):
             if "error" in event:
@@ -173,22 +180,16 @@ class Soak:
             for choice in event.get("choices", []):
                 texts[choice["index"]] += choice["text"]
                 self.report.tokens += 1
-        self._compare("stream", tuple(texts), ask)
+            n_events -= 1
+            if not n_events:
+                self._check_beginning(texts, ask)
+                self.report.done[way] += 1
+                return
+        self._compare(way, tuple(texts), ask)
 
     def _check_beginning(self, texts: list[str], ask: Ask) -> None:
         if not all(full.startswith(part) for part, full in zip(texts, ask.texts, strict=True)):
-            self.report.wrong.append(f"before it failed: {texts!r} of {ask.texts!r}")
-
-    async def _leave(self, http: httpx.AsyncClient, ask: Ask, choose: random.Random) -> None:
-        left, texts = choose.randrange(6), [""] * len(ask.texts)
-        async for event in self._events(http, ask):
-            for choice in event.get("choices", []):
-                texts[choice["index"]] += choice["text"]
-            left -= 1
-            if left < 0:
-                break
-        self._check_beginning(texts, ask)
-        self.report.done["leave"] += 1
+            self.report.wrong.append(f"at first: {texts!r} of {ask.texts!r}")
 
     async def _events(self, http: httpx.AsyncClient, ask: Ask) -> AsyncIterator[dict[str, Any]]:
         """Of a stream, to its [DONE]; a refusal comes as its one event."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
+from collections.abc import AsyncIterator
+from random import Random
 from typing import Any
 
 import pytest
@@ -38,6 +41,20 @@ def test_a_failure_without_a_kill_is_wrong() -> None:
     assert one.report.failed == Counter(worker_died=1)
     one._fail("worker_died", 200.0)
     assert one.report.wrong == ["worker_died, and nothing had been killed"]
+
+
+@pytest.mark.parametrize("way", ["_stream", "_leave"])
+def test_an_error_event_is_seen_however_far_a_client_reads(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def events(*_: object) -> AsyncIterator[dict[str, Any]]:
+        yield {"error": {"code": "numeric"}}
+
+    monkeypatch.setattr(Soak, "_events", events)
+    one = made()
+    asyncio.run(getattr(one, way)(None, Ask({}, ("abc",)), Random(1)))
+    assert one.report.wrong == ["numeric, and nothing had been killed"]
+    assert not one.report.done
 
 
 def test_growth_is_seen() -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,10 +53,8 @@ async def test_a_hostile_schema_takes_neither_the_loop_nor_the_checker(
             beats += 1
 
     task = asyncio.create_task(beat())
-    started = time.monotonic()
     assert "took more than" in await fault(checker, hostile)
     assert beats > 20
-    assert time.monotonic() - started < 20
     task.cancel()
     assert await fault(checker, {"type": "integer"}) == ""
     assert "wizard" in await fault(checker, {"type": "wizard"})
