@@ -9,12 +9,18 @@ from cflow.engine.sequence import Request, Sequence
 
 
 class Chunk(NamedTuple):
-    """Positions first .. first + n - 1 of a sequence, in rows row .. row + n - 1 of the step."""
+    """Positions first .. first + n - 1 of a sequence, in rows row .. row + n - 1 of the step. In the
+    rows behind them: guesses at what follows."""
 
     sequence: Sequence
     first: int
     n: int
     row: int
+    guesses: tuple[int, ...] = ()
+
+    @property
+    def n_rows(self) -> int:
+        return self.n + len(self.guesses)
 
     @property
     def n_scores(self) -> int:
@@ -40,17 +46,27 @@ class Batch:
     fresh: list[int] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
 
-    def add(self, sequence: Sequence, n: int) -> None:
-        self.chunks.append(Chunk(sequence, sequence.n_computed, n, self.n_rows))
-        self.n_rows += n
+    def add(self, sequence: Sequence, n: int, guesses: tuple[int, ...] = ()) -> None:
+        chunk = Chunk(sequence, sequence.n_computed, n, self.n_rows, guesses)
+        self.chunks.append(chunk)
+        self.n_rows += chunk.n_rows
+
+
+class Draw(NamedTuple):
+    """A token to sample for a sequence from a row. If it is the guess, the row behind has computed
+    it, and the next can be sampled from that one. n_right: guesses that were so before."""
+
+    row: int
+    sequence: Sequence
+    guesses: tuple[int, ...] = ()
+    n_right: int = 0
 
 
 @dataclass(slots=True)
 class Advance:
-    """What a step brought. picks: (row, sequence) to sample a token for; done: sequences that
-    wanted none; copies: (from, to) blocks to copy before the next step; failed: (request, row)."""
+    """What a step brought. draws: tokens to sample; done: sequences that wanted none; copies: (from, to) blocks to copy before the next step; failed: (request, row)."""
 
-    picks: list[tuple[int, Sequence]] = field(default_factory=list)
+    draws: list[Draw] = field(default_factory=list)
     done: list[Sequence] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     failed: list[tuple[Request, int]] = field(default_factory=list)

@@ -6,11 +6,13 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from cflow.engine.drafts import MOST
 from cflow.engine.errors import ConfigError
 
 KV_TYPES = ("f16", "f32", "bf16", "q8")
 PRECISIONS = ("int8", "f32")
 EXPERT_IO = ("direct", "cached")
+SPECULATION = ("ngram", "off")
 ISAS = ("scalar", "avx2", "avx512vnni")
 
 
@@ -34,6 +36,8 @@ class EngineConfig:
     expert_reads, expert_read_rate
                   bounds that leave others their part of the disk: reads in flight, bytes a second;
                   for experts, and for layers as well.
+    speculation   "ngram": guesses at an answer's next tokens, from what it and its prompt repeat, are
+                  checked several in a step where that is faster; answers are the same. Or "off".
     max_queue     answers that may wait beyond those that run.
     max_step_ms   how long a step may get through prefill while others decode.
     stuck_s       a step without any progress for so long is taken as hung; the worker is replaced.
@@ -52,6 +56,7 @@ class EngineConfig:
     defer_experts: int = 0
     expert_reads: int = 3
     expert_read_rate: int | None = None
+    speculation: str = "ngram"
     isa: str | None = None
     max_sequences: int = 64
     max_step_tokens: int = 512
@@ -71,6 +76,7 @@ class EngineConfig:
         _check_number("defer_experts", self.defer_experts, 0, 1024)
         _check_number("expert_reads", self.expert_reads, 1, 64)
         _check_number("expert_read_rate", self.expert_read_rate, 1 << 20, 1 << 40)
+        _check_choice("speculation", self.speculation, SPECULATION)
         _check_choice("isa", self.isa, (None, *ISAS))
         _check_number("max_sequences", self.max_sequences, 1, 4096)
         _check_number("max_step_tokens", self.max_step_tokens, 1, 65536)
@@ -83,6 +89,13 @@ class EngineConfig:
                 f"{self.max_step_tokens} is less than max_sequences ({self.max_sequences}); "
                 "a step must have room for a token of each",
             )
+
+    @property
+    def max_logits(self) -> int:
+        """Rows of a step that keep their logits: one of each sequence, and all that one guesses."""
+        if self.speculation == "off":
+            return self.max_sequences
+        return max(self.max_sequences, min(MOST + 1, self.max_step_tokens))
 
 
 def read_share(text: str) -> float:

@@ -169,7 +169,7 @@ def _options(config: EngineConfig, threads: int, kv: str, capacity: Capacity) ->
         "isa": config.isa,
         "threads": threads,
         "max_rows": config.max_step_tokens,
-        "max_sequences": config.max_sequences,
+        "max_sequences": config.max_logits,
         "max_context": capacity.max_context,
         "n_kv_blocks": capacity.n_kv_blocks,
         "kv_type": kv,

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 import msgspec
-from msgspec.structs import astuple
+from msgspec.structs import astuple, replace
 
 PROTOCOL = 2
 MAX_FRAME_BYTES = 256 << 20
@@ -124,6 +124,17 @@ class Delta(msgspec.Struct, frozen=True, array_like=True):
     # Set with the finish, where weights come from disk.
     disk: DiskUsage | None = None
 
+    def __add__(self, then: Delta) -> Delta:
+        """And what the choice gained next in the same step."""
+        return replace(
+            self,
+            tokens=self.tokens + then.tokens,
+            text=self.text + then.text,
+            logprobs=self.logprobs + then.logprobs,
+            finish=then.finish,
+            disk=then.disk,
+        )
+
 
 class Progress(msgspec.Struct, frozen=True, array_like=True):
     """A request's prompt is begun (first one: n_done tokens came from the cache) or further on."""
@@ -225,6 +236,9 @@ class Stats(msgspec.Struct, frozen=True, tag="stats", kw_only=True):
     prefix_queries: int = 0  # prompt tokens looked up
     prefix_hits: int = 0  # prompt tokens found
     preemptions: int = 0
+    drafts: int = 0  # times that guesses were run for a sequence
+    guesses: int = 0
+    right_at: tuple[int, ...] = ()  # of the first guesses, second ones, ...: those that were right
     steps: int = 0
     step_s: float = 0.0
     read_bytes: int = 0

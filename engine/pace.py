@@ -1,18 +1,27 @@
-"""How many prefill rows fit into a step without keeping the decodes of others waiting.
+"""What rows cost: how many of a prompt fit into a step without keeping the decodes of others waiting,
+and what one more row takes of a step that has decodes only.
 
-Learned from finished steps: the time of a step with decodes only, and what n prefill rows add to it,
+Learned from finished steps: the time of one with decodes only, and what n prefill rows add to it,
 a + b n. With all weights in memory a is small, and rows are chosen to keep to the step's limit. A
 chunk that has to read experts from disk wants nearly all of them however small it is: a alone exceeds
 the limit. Then a chunk is made so large that its rows cost as much as it costs itself, and after it
 decodes go on alone for as long as it took.
+
+A line through the times of steps with decodes only, by their rows, says what a row more takes: little
+where weights come from memory for all rows at once, much where rows want other experts. Where the
+number of rows hardly changes nothing is learned, so now and then a few are added to try.
 """
 
 from __future__ import annotations
 
 WEIGHT = 0.2  # of the newest measurement
+ROW_WEIGHT = 0.05  # the same, in what a row takes
 UNKNOWN_ROWS = 64  # a chunk beside decodes before anything was measured
 MIN_ROWS = 16  # prefill goes on, however slow
-SPREAD = 0.1  # of chunk sizes around their mean; with less they say nothing about the slope
+SPREAD = 0.1  # of sizes around their mean; with less they say nothing about the slope
+TRIAL_ROWS = 4  # added to try, or half as many as there are
+ENOUGH = 4.0  # steps that tell what a row takes
+FADING = 1 / 2000  # of what they tell, in a step: a trial in 500 steps
 
 
 class Pace:
@@ -20,7 +29,9 @@ class Pace:
         self._max_step_s = max_step_s
         self._max_rows = max_rows
         self._decode_s = 0.0
-        self._chunk = _Line()
+        self._rows = _Line(ROW_WEIGHT)
+        self._n_telling = 0.0  # steps that told what a row takes, old ones counting less
+        self._chunk = _Line(WEIGHT)
         self._is_dear = False  # a chunk of the least rows exceeded the limit
         self._owed_s = 0.0  # to decodes, before the next chunk
 
@@ -40,8 +51,27 @@ class Pace:
             room = min(room, int(2 * chunk.x))  # farther off the line is a guess
         return min(room, max(int(seconds / chunk.slope), MIN_ROWS))
 
+    def row_price(self, n_rows: int) -> float:
+        """What one more row takes of the time of a step with n_rows of decodes."""
+        rows = self._rows
+        return rows.slope / (rows.fixed + n_rows * rows.slope) if rows.slope else 1 / n_rows
+
+    def n_trial_rows(self, n_rows: int) -> int:
+        """Rows to add to n_rows of decodes, whatever they bring, to learn their price."""
+        if not self._rows.slope or self._n_telling >= ENOUGH:
+            return 0
+        return max(TRIAL_ROWS, n_rows // 2)
+
+    def n_guess_rows(self, n_decodes: int) -> int:
+        """Rows at most for guesses: half of what n_decodes leave, so that prompts go on."""
+        return (self._max_rows - n_decodes) // 2
+
     def observe(self, n_decodes: int, n_prefill: int, seconds: float) -> None:
+        """n_decodes: rows, guesses of what follows included."""
         if not n_prefill:
+            is_telling = abs(n_decodes - self._rows.x) > self._rows.x / 4
+            self._n_telling = min(self._n_telling * (1 - FADING) + is_telling, ENOUGH + 1)
+            self._rows.add(n_decodes, seconds)
             self._decode_s = _mean(self._decode_s, seconds)
             self._owed_s -= seconds
             return
@@ -60,14 +90,17 @@ class Pace:
 class _Line:
     """y = fixed + slope x through recent points, by least squares; fixed is at least 0."""
 
-    def __init__(self) -> None:
+    def __init__(self, weight: float) -> None:
+        """weight: of the newest point."""
         self.slope = 0.0  # 0: no point yet
         self.fixed = 0.0
         self.x = self._y = self._xx = self._xy = 0.0  # means
+        self._weight = weight
 
     def add(self, x: float, y: float) -> None:
-        self.x, self._y = _mean(self.x, x), _mean(self._y, y)
-        self._xx, self._xy = _mean(self._xx, x * x), _mean(self._xy, x * y)
+        w = self._weight
+        self.x, self._y = _mean(self.x, x, w), _mean(self._y, y, w)
+        self._xx, self._xy = _mean(self._xx, x * x, w), _mean(self._xy, x * y, w)
         through_zero = self._y / self.x
         variance = self._xx - self.x**2
         if variance > (SPREAD * self.x) ** 2:
@@ -77,5 +110,5 @@ class _Line:
         self.fixed = self._y - self.slope * self.x
 
 
-def _mean(old: float, new: float) -> float:
-    return old + WEIGHT * (new - old) if old else new
+def _mean(old: float, new: float, weight: float = WEIGHT) -> float:
+    return old + weight * (new - old) if old else new

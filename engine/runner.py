@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from cflow.engine.batch import Batch, Chunk
+from cflow.engine.batch import Batch, Chunk, Draw
 from cflow.engine.native_types import Choice, Pick, Row, StepResult
-from cflow.engine.sequence import Sequence
 
 ROW_LOGITS = 1  # CFLOW_ROW_LOGITS
 ROW_SCORE = 2  # CFLOW_ROW_SCORE
@@ -52,13 +51,13 @@ class Runner:
         for source, target in blocks:
             self._context.copy_block(source, target)
 
-    def sample(self, picks: list[tuple[int, Sequence]]) -> list[Choice]:
-        """A token for each (row, sequence), from the logits of the last step."""
-        return self._context.sample([sequence.prepare_pick(row) for row, sequence in picks])
+    def sample(self, draws: list[Draw]) -> list[Choice]:
+        """A token for each, from the logits of the last step."""
+        return self._context.sample([draw.sequence.prepare_pick(draw.row) for draw in draws])
 
 
 def _append_rows(rows: list[Row], chunk: Chunk) -> None:
-    sequence, first, n, _ = chunk
+    sequence, first, n = chunk.sequence, chunk.first, chunk.n
     tokens, slot = sequence.tokens, sequence.slot
     params = sequence.request.submit.sampling
     n_experts, n_top = params.n_experts, params.n_prompt_logprobs or 0
@@ -69,3 +68,5 @@ def _append_rows(rows: list[Row], chunk: Chunk) -> None:
         rows.append(Row(slot, tokens[p], p, 0, 0, 0, n_experts))
     if chunk.is_last and params.max_tokens:
         rows[-1] = rows[-1]._replace(flags=ROW_LOGITS)
+    for p, guess in enumerate(chunk.guesses, first + n):
+        rows.append(Row(slot, guess, p, ROW_LOGITS, 0, 0, n_experts))

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Literal
 
-from cflow.engine.batch import Advance, Batch, Chunk
+from cflow.engine.batch import Advance, Batch, Chunk, Draw
+from cflow.engine.drafts import MOST, Lookup, count_guesses, may_pay
 from cflow.engine.kv_blocks import BLOCK, BlockPool, n_blocks_for
 from cflow.engine.messages import Logprob
 from cflow.engine.native_types import Score, StepResult
@@ -29,23 +30,37 @@ Phase = Literal["queue", "prefill", "decode"]
 @dataclass(slots=True)
 class Counters:
     """Totals. Tokens of the prompts looked up in the prefix cache and found there count once per
-    request, however often it is set back."""
+    request, however often it is set back. drafts: times that guesses were run for a sequence;
+    right_at: of the first guesses, second ones and so on, those that were right."""
 
     prompt_tokens: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
     preemptions: int = 0
+    drafts: int = 0
+    guesses: int = 0
+    right_at: list[int] = field(default_factory=lambda: [0] * MOST)
 
 
 class Scheduler:
     """n_blocks must hold one sequence of max_context tokens, so that the first in rank always can
-    go on."""
+    go on. max_logits: rows of a step that can keep theirs; 0: nothing is guessed."""
 
-    def __init__(self, *, n_blocks: int, max_sequences: int, max_context: int, pace: Pace) -> None:
+    def __init__(
+        self,
+        *,
+        n_blocks: int,
+        max_sequences: int,
+        max_context: int,
+        pace: Pace,
+        max_logits: int = 0,
+    ) -> None:
         assert n_blocks >= n_blocks_for(max_context)
         self.pool = BlockPool(n_blocks)
         self.counters = Counters()
         self._pace = pace
+        self._max_context = max_context
+        self._max_logits = max_logits
         self._slots = list(range(max_sequences - 1, -1, -1))
         self._waiting = WaitingLine()
         self._running: list[Sequence] = []  # by rank
@@ -141,10 +156,58 @@ class Scheduler:
             self._preempt(victim)
 
     def _add_decodes(self, batch: Batch) -> None:
-        for sequence in self._running.copy():
-            if sequence.slot >= 0 and sequence.n_pending == 1 and self._grow(sequence, batch):
-                batch.add(sequence, 1)
+        decodes = [
+            sequence
+            for sequence in self._running.copy()
+            if sequence.slot >= 0 and sequence.n_pending == 1 and self._grow(sequence, batch)
+        ]
+        for sequence, guess in zip(decodes, self._guess(decodes), strict=True):
+            batch.add(sequence, 1, self._fit(sequence, guess, batch) if guess else ())
         batch.n_decodes = batch.n_rows
+
+    def _guess(self, decodes: list[Sequence]) -> list[tuple[int, ...]]:
+        """What to run of the guesses at each, beside one row of all that run or may begin."""
+        n = len(decodes)
+        room = self._max_logits - len(self._running) - min(self.n_waiting, len(self._slots))
+        room = min(room, self._pace.n_guess_rows(n))
+        if not n or room <= 0 or not may_pay(n, self._pace):
+            return [()] * n
+        odds = [self._look_up(sequence) for sequence in decodes]
+        if not any(odds):
+            return [()] * n
+        limits = [self._guess_limit(sequence) for sequence in decodes]
+        counts = count_guesses(odds, limits, room, self._pace)
+        return [
+            sequence.lookup.guess(count) if sequence.lookup and count else ()
+            for sequence, count in zip(decodes, counts, strict=True)
+        ]
+
+    @staticmethod
+    def _look_up(sequence: Sequence) -> float:
+        """The odds of its next guess; 0: it has none."""
+        if not sequence.request.is_prompt_done or sequence.grammar is not None:
+            return 0.0
+        if sequence.lookup is None:
+            sequence.lookup = Lookup(sequence.tokens, sequence.n_prompt)
+        return sequence.lookup.follow()
+
+    def _guess_limit(self, sequence: Sequence) -> int:
+        """So many guesses, and the token behind them, may still be said."""
+        n_prompt = sequence.n_prompt
+        most = min(sequence.request.submit.sampling.max_tokens, self._max_context - n_prompt)
+        return min(MOST, n_prompt + most - len(sequence.tokens) - 1)
+
+    def _fit(self, sequence: Sequence, guess: tuple[int, ...], batch: Batch) -> tuple[int, ...]:
+        """What of it the sequence has blocks for. It may take its next block early, but not one
+        that another may need before."""
+        n_tokens = len(sequence.tokens)
+        is_short = n_tokens + len(guess) > len(sequence.blocks) * BLOCK
+        if is_short and self.pool.n_free > len(self._running) and self._extend(sequence, batch):
+            batch.rebound.append(sequence)
+        guess = guess[: len(sequence.blocks) * BLOCK - n_tokens]
+        self.counters.drafts += bool(guess)
+        self.counters.guesses += len(guess)
+        return guess
 
     def _admit(self, batch: Batch, room: int) -> None:
         """Lets prompts begin while rows are left for them, or while halves of the room are rows."""
@@ -256,12 +319,12 @@ class Scheduler:
                 advance.failed.append((chunk.sequence.request, row))
                 continue
             if result.usage:
-                chunk.sequence.charge(result.usage[chunk.row : chunk.row + chunk.n])
+                chunk.sequence.charge(result.usage[chunk.row : chunk.row + chunk.n_rows])
             chunk.sequence.request.prompt_scores += map(_logprob, chunk_scores)
-            self._advance_chunk(chunk, advance)
+            self._advance_chunk(chunk, _sound_guesses(result.status, chunk), advance)
         return advance
 
-    def _advance_chunk(self, chunk: Chunk, advance: Advance) -> None:
+    def _advance_chunk(self, chunk: Chunk, guesses: tuple[int, ...], advance: Advance) -> None:
         sequence = chunk.sequence
         request = sequence.request
         sequence.n_computed += chunk.n
@@ -275,7 +338,7 @@ class Scheduler:
         if not request.submit.sampling.max_tokens:
             advance.done += request.sequences
             return
-        advance.picks.append((chunk.row + chunk.n - 1, sequence))
+        advance.draws.append(Draw(chunk.row + chunk.n - 1, sequence, guesses))
         self._waiting.charge(request.submit.key, 1)
         if is_first_time:
             for other in request.sequences[1:]:
@@ -308,7 +371,19 @@ class Scheduler:
         other.n_registered = n_full
         self._start_running(other)
         self._forked.append(other)
-        advance.picks.append((row, other))
+        advance.draws.append(Draw(row, other))
+
+    def take(self, draw: Draw, token: int) -> Draw | None:
+        """Adds a sampled token. The next draw, if a guess was right and the sequence goes on."""
+        sequence, n_right = draw.sequence, draw.n_right
+        sequence.append(token)
+        if n_right == len(draw.guesses) or draw.guesses[n_right] != token:
+            return None
+        sequence.n_computed += 1
+        self._register(sequence)
+        self._waiting.charge(sequence.request.submit.key, 1)
+        self.counters.right_at[n_right] += 1
+        return draw._replace(row=draw.row + 1, n_right=n_right + 1)
 
 
 def share_rows(wanted: list[int], room: int) -> list[int]:
@@ -338,6 +413,14 @@ def _claim(sequence: Sequence, held: Counter[str]) -> tuple[int, ...]:
 
 def _first_failure(status: list[int], chunk: Chunk) -> int | None:
     return next((row for row in range(chunk.row, chunk.row + chunk.n) if status[row]), None)
+
+
+def _sound_guesses(status: list[int], chunk: Chunk) -> tuple[int, ...]:
+    """Those before the first whose row failed: nobody asked for it yet."""
+    n = 0
+    while n < len(chunk.guesses) and not status[chunk.row + chunk.n + n]:
+        n += 1
+    return chunk.guesses[:n]
 
 
 def _logprob(score: Score) -> Logprob:

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cflow.engine.constraint import Constraint
+from cflow.engine.drafts import Lookup
 from cflow.engine.kv_blocks import BLOCK, block_key, root_key
 from cflow.engine.messages import DiskUsage, Logprob, SamplingParams, Submit
 from cflow.engine.native_types import Pick, RowUsage
@@ -61,6 +62,7 @@ class Sequence:
         "disk",
         "grammar",
         "is_waiting",
+        "lookup",
         "n_computed",
         "n_prompt",
         "n_registered",
@@ -89,6 +91,7 @@ class Sequence:
         self.slot = -1
         self.is_waiting = False  # in the line of waiting.py
         self.disk: DiskUsage | None = None  # so far, where weights come from it
+        self.lookup: Lookup | None = None  # once it decodes, where guesses are made
         self.transcript = transcript
         self.grammar = grammar  # what it must follow
         self.pick = _pick(request.submit.sampling, choice, self.n_prompt, eos_ids)

@@ -19,7 +19,7 @@ from heapq import heappop, heappush
 
 import msgspec
 
-from cflow.engine.batch import Advance, Batch
+from cflow.engine.batch import Advance, Batch, Draw
 from cflow.engine.config import EngineConfig
 from cflow.engine.constraint import Compiled, Constraint, Grammars
 from cflow.engine.errors import EngineError
@@ -79,6 +79,7 @@ class Worker:
             max_sequences=config.max_sequences,
             max_context=ready.max_context,
             pace=self._pace,
+            max_logits=config.max_logits if config.speculation != "off" else 0,
         )
         self._runner = Runner(loaded.context)
         self._stats = StatsKeeper(self._scheduler, loaded.context, loaded.disk_stats)
@@ -275,29 +276,39 @@ class Worker:
 
     def _sample(self, advance: Advance) -> list[Delta]:
         failed = {request.id for request, _ in advance.failed}
-        picks = [pick for pick in advance.picks if pick[1].request.id not in failed]
-        picks = self._with_masks(picks)
-        if not picks:
-            return []
-        choices = self._runner.sample(picks)
-        deltas = []
-        for (_, sequence), choice in zip(picks, choices, strict=True):
-            if choice.status:
-                self._fail_row(sequence.request, choice.status)
-            elif self._scheduler.find(sequence.request.id):
-                with self._failing(sequence.request):
-                    deltas.append(self._accept(sequence, choice))
-        return deltas
+        draws = [draw for draw in advance.draws if draw.sequence.request.id not in failed]
+        draws = self._with_masks(draws)
+        deltas: dict[Sequence, Delta] = {}
+        while draws:
+            drawn = zip(draws, self._runner.sample(draws), strict=True)
+            draws = [then for each in drawn if (then := self._take_choice(*each, deltas))]
+        return list(deltas.values())
 
-    def _with_masks(self, picks: list[tuple[int, Sequence]]) -> list[tuple[int, Sequence]]:
+    def _take_choice(
+        self, draw: Draw, choice: Choice, deltas: dict[Sequence, Delta]
+    ) -> Draw | None:
+        """Adds a token to its sequence, and to what it gained in this step. The draw behind it, if
+        the token was guessed."""
+        sequence = draw.sequence
+        if choice.status:
+            self._fail_row(sequence.request, choice.status)
+        elif self._scheduler.find(sequence.request.id):
+            with self._failing(sequence.request):
+                following = self._scheduler.take(draw, choice.token)
+                delta = self._accept(sequence, choice)
+                deltas[sequence] = deltas[sequence] + delta if draw.n_right else delta
+                return following if delta.finish is None else None
+        return None
+
+    def _with_masks(self, draws: list[Draw]) -> list[Draw]:
         """Waits for the masks of those that have a grammar; fails whose cannot be made."""
-        constrained = [sequence for _, sequence in picks if sequence.grammar is not None]
+        constrained = [d.sequence for d in draws if d.sequence.grammar is not None]
         if not constrained:
-            return picks
+            return draws
         for sequence in constrained:
             with self._failing(sequence.request):
                 sequence.prepare_mask()
-        return [pick for pick in picks if self._scheduler.find(pick[1].request.id)]
+        return [draw for draw in draws if self._scheduler.find(draw.sequence.request.id)]
 
     @contextmanager
     def _failing(self, request: Request) -> Iterator[None]:
@@ -309,7 +320,6 @@ class Worker:
                 self._fail(request, error.code, str(error))
 
     def _accept(self, sequence: Sequence, choice: Choice) -> Delta:
-        sequence.append(choice.token)
         is_last = sequence.grammar is not None and sequence.grammar.append(choice.token)
         text, finish = sequence.transcript.push(choice.token, is_last=is_last)
         score = choice.score

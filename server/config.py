@@ -154,6 +154,7 @@ ENGINE_KEYS: dict[str, Reader] = {
     "defer_experts": read_count_or_none,
     "expert_reads": read_count,
     "expert_read_rate": read_limit,
+    "speculation": read_text,
     "isa": read_text,
     "max_sequences": read_count,
     "max_step_tokens": read_count,

@@ -22,6 +22,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
 from cflow.engine.cgroup import cpu_throttling
+from cflow.engine.drafts import MOST
 from cflow.engine.engine import Engine
 from cflow.engine.messages import DiskStats
 from cflow.server.meter import Meter
@@ -168,6 +169,9 @@ class EngineCollector(Collector):
             ("vllm:prefix_cache_queries", stats.prefix_queries, "Prompt tokens looked up."),
             ("vllm:prefix_cache_hits", stats.prefix_hits, "Prompt tokens found."),
             ("vllm:num_preemptions", stats.preemptions, "Sequences set back."),
+            ("vllm:spec_decode_num_drafts", stats.drafts, "Times that tokens were guessed ahead."),
+            ("vllm:spec_decode_num_draft_tokens", stats.guesses, "Tokens guessed ahead."),
+            ("vllm:spec_decode_num_accepted_tokens", sum(stats.right_at), "Guessed right."),
             ("cflow_read_bytes", stats.read_bytes, "Weight bytes streamed."),
             ("cflow_steps", stats.steps, "Forward steps."),
             ("cflow_step_seconds", stats.step_s, "Time spent in steps."),
@@ -176,6 +180,12 @@ class EngineCollector(Collector):
         cancelled = {p: getattr(stats, f"cancelled_{p}") for p in ("queue", "prefill", "decode")}
         text = "Requests cancelled, by phase."
         yield self._by(CounterMetricFamily, "cflow_cancelled", text, "phase", cancelled)
+        right = {str(i): n for i, n in enumerate(stats.right_at or [0] * MOST)}
+        name, text = (
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Guessed right, by how far ahead.",
+        )
+        yield self._by(CounterMetricFamily, name, text, "position", right)
 
     def _plain(self, kind: Family, *samples: tuple[str, float, str]) -> Iterator[Metric]:
         """samples: name, value, text."""

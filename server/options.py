@@ -63,6 +63,14 @@ ENGINE_FLAGS: dict[str, Any] = {
             "reads have longer, and answers change. Default: 0.",
         ),
     ],
+    "speculation": Annotated[
+        str | None,
+        _flag(
+            "speculation",
+            "ngram: tokens guessed from what an answer and its prompt repeat are checked several in a "
+            "step where that is faster; answers do not change. Or off. Default: ngram.",
+        ),
+    ],
     "isa": Annotated[
         str | None, _flag("isa", "Force an instruction set: scalar, avx2 or avx512vnni.")
     ],

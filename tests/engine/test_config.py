@@ -22,6 +22,7 @@ WRONG: list[tuple[str, Any]] = [
     ("expert_reads", 65),
     ("defer_experts", -1),
     ("expert_read_rate", 1000),
+    ("speculation", "draft"),
     ("isa", "sse"),
     ("max_sequences", 0),
     ("max_step_tokens", 0),
@@ -41,3 +42,16 @@ def test_a_wrong_value_is_named(field: str, value: Any) -> None:
 def test_a_step_has_room_for_every_sequence() -> None:
     with pytest.raises(ConfigError, match="32 is less than max_sequences"):
         EngineConfig(model="m", max_step_tokens=32, max_sequences=33)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "tokens", "speculation", "logits"),
+    [(64, 512, "ngram", 64), (1, 512, "ngram", 9), (1, 4, "ngram", 4), (1, 512, "off", 1)],
+)
+def test_one_sequence_can_guess_as_well(
+    sequences: int, tokens: int, speculation: str, logits: int
+) -> None:
+    config = EngineConfig(
+        model="m", max_sequences=sequences, max_step_tokens=tokens, speculation=speculation
+    )
+    assert config.max_logits == logits

@@ -1,19 +1,16 @@
 """Scheduling on a toy model whose answers show every mistake in its KV memory."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cflow.engine.batch import Batch
-from cflow.engine.messages import DiskUsage, SamplingParams, Submit
-from cflow.engine.pace import Pace
-from cflow.engine.runner import Runner
-from cflow.engine.scheduler import Scheduler, share_rows
-from cflow.engine.sequence import Request, Sequence
-from cflow.engine.transcript import Transcript
+from cflow.engine.messages import DiskUsage, SamplingParams
+from cflow.engine.scheduler import share_rows
+from cflow.engine.sequence import Request
+from oracles.machine import GREEDY, MAX_LOGITS, Machine
 from oracles.toy_model import (
     EIO,
     EOS,
@@ -21,98 +18,11 @@ from oracles.toy_model import (
     NO_EXPERT,
     NOT_FINITE,
     NUMERIC,
-    TOKEN_BYTES,
-    ToyContext,
+    REPEATS,
     continuation,
     logprob,
     next_token,
 )
-
-GREEDY = SamplingParams(max_tokens=12, temperature=0)
-
-
-class Machine:
-    """The worker's loop without its messages."""
-
-    def __init__(
-        self,
-        *,
-        n_blocks: int = 64,
-        max_sequences: int = 8,
-        max_context: int = 256,
-        max_rows: int = 64,
-    ) -> None:
-        self.context = ToyContext(n_blocks)
-        self.scheduler = Scheduler(
-            n_blocks=n_blocks,
-            max_sequences=max_sequences,
-            max_context=max_context,
-            pace=Pace(1.0, max_rows),
-        )
-        self.answers: dict[tuple[int, int], list[int]] = {}
-        self.finished: set[tuple[int, int]] = set()
-        self.failed: dict[int, int] = {}
-        self.requests: dict[int, Request] = {}
-        self._runner = Runner(self.context)
-        self._n = 0
-
-    def submit(
-        self,
-        prompt: Iterable[int],
-        sampling: SamplingParams = GREEDY,
-        *,
-        n_choices: int = 1,
-        key: str = "",
-        priority: int = 0,
-        place: int = 0,
-    ) -> int:
-        submit = Submit(self._n, tuple(prompt), n_choices, sampling, key, priority, place)
-        request = Request(submit, self._n)
-        for choice in range(n_choices):
-            transcript = Transcript(sampling, TOKEN_BYTES, (EOS,), sampling.max_tokens)
-            request.sequences.append(Sequence(request, choice, (EOS,), transcript))
-            self.answers[self._n, choice] = []
-        self.requests[self._n] = request
-        self.scheduler.add(request)
-        self._n += 1
-        return request.id
-
-    def step(self) -> Batch:
-        batch = self.scheduler.schedule()
-        if not batch.n_rows:
-            return batch
-        result = self._runner.step(batch)
-        advance = self.scheduler.advance(batch, result)
-        self._runner.copy(advance.copies)
-        for request, row in advance.failed:
-            if self.scheduler.find(request.id):
-                self.scheduler.remove(request)
-                self.failed[request.id] = result.status[row]
-        for sequence in advance.done:
-            self._finish(sequence)
-        picks = [pick for pick in advance.picks if pick[1].request.id not in self.failed]
-        for (_, sequence), choice in zip(picks, self._runner.sample(picks), strict=True):
-            sequence.append(choice.token)
-            self.answers[sequence.request.id, sequence.choice].append(choice.token)
-            if sequence.transcript.push(choice.token)[1]:
-                self._finish(sequence)
-        return batch
-
-    def _finish(self, sequence: Sequence) -> None:
-        self.finished.add((sequence.request.id, sequence.choice))
-        self.scheduler.finish(sequence)
-
-    def run(self, max_steps: int = 2000) -> None:
-        """Until nothing is left; too many steps are a livelock."""
-        for _ in range(max_steps):
-            if not self.step().n_rows:
-                break
-        assert not self.scheduler.requests
-        assert self.scheduler.pool.n_used == 0
-        assert self.scheduler.n_running == self.scheduler.n_waiting == 0
-
-    def cancel(self, request_id: int) -> str:
-        return self.scheduler.remove(self.requests[request_id])
 
 
 def prompt(n: int, first: int = 10) -> list[int]:
@@ -586,6 +496,117 @@ def test_scores_of_a_prompt_that_was_set_back_count_once() -> None:
     assert [score.token for score in request.prompt_scores] == prompt(160, first=60)[1:]
 
 
+# ---- guesses ----
+
+
+def guessing(**options: Any) -> Machine:
+    return Machine(guesses=True, **options)
+
+
+def repeating(n: int, first: int = 10) -> list[int]:
+    return [REPEATS, *prompt(n - 1, first=first)]
+
+
+def test_right_guesses_save_steps_and_change_nothing() -> None:
+    machine = guessing()
+    id = machine.submit(repeating(40), SamplingParams(max_tokens=150, ignore_eos=True))
+    machine.run()
+    assert machine.answers[id, 0] == _no_eos(machine.requests[id])
+    counters = machine.scheduler.counters
+    assert len(machine.context.n_rows) == 150 - sum(counters.right_at)
+    assert len(machine.context.n_rows) < 60
+    assert counters.right_at == sorted(counters.right_at, reverse=True)
+    assert counters.guesses > sum(counters.right_at)
+
+
+def test_what_was_guessed_right_is_found_as_part_of_the_next_prompt() -> None:
+    machine = guessing()
+    machine.submit(repeating(40), SamplingParams(max_tokens=57, ignore_eos=True))
+    machine.run()
+    assert n_cached(machine, repeating(40) + machine.answers[0, 0] + [50]) == 96
+
+
+def test_guesses_go_on_where_they_were_after_a_sequence_was_set_back() -> None:
+    machine = guessing(n_blocks=8, max_context=256)
+    sampling = SamplingParams(max_tokens=100, ignore_eos=True, seed=3)
+    for i in range(4):
+        machine.submit(repeating(40, first=10 + i), sampling)
+    machine.run()
+    assert machine.scheduler.counters.preemptions > 0
+    assert sum(machine.scheduler.counters.right_at) > 100
+    for id in range(4):
+        assert machine.answers[id, 0] == _no_eos(machine.requests[id])
+
+
+def test_guesses_take_no_block_that_another_needs() -> None:
+    """Of four blocks one is free. The first answer guesses beyond its own, in vain, and ends before
+    it would need another; the second needs the last one meanwhile."""
+    machine = guessing(n_blocks=4, max_context=128)
+    tokens = [29, 30, 120, *range(40, 64), 30]
+    saying_x = {"logit_bias": {120: 100}, "stop": ("xxxx",), "ignore_eos": True}
+    first = machine.submit(tokens, SamplingParams(max_tokens=50, **saying_x))
+    machine.submit(prompt(64), SamplingParams(max_tokens=10, ignore_eos=True))
+    machine.run()
+    assert machine.answers[first, 0] == [120] * 4
+    assert machine.scheduler.counters.guesses >= 3
+    assert machine.scheduler.counters.preemptions == 0
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 9, 10, 200])
+@pytest.mark.parametrize("max_context", [60, 64, 65])
+def test_no_guess_goes_beyond_what_may_be_said(max_tokens: int, max_context: int) -> None:
+    machine = guessing(max_context=max_context)
+    machine.submit(repeating(50), SamplingParams(max_tokens=max_tokens, ignore_eos=True))
+    end = min(50 + max_tokens, max_context)
+    while machine.scheduler.requests:
+        for chunk in machine.step().chunks:
+            assert chunk.first + chunk.n_rows < end
+    assert len(machine.answers[0, 0]) == end - 50
+
+
+@pytest.mark.parametrize("max_rows", [40, 200])
+def test_logits_and_rows_suffice_for_guesses_and_everybody_else(max_rows: int) -> None:
+    machine = guessing(max_sequences=16, max_rows=max_rows, n_blocks=200)
+    for i in range(24):
+        sampling = SamplingParams(max_tokens=30, ignore_eos=True)
+        machine.submit(repeating(50, first=10 + i), sampling)
+    while machine.scheduler.requests:
+        batch = machine.step()
+        assert batch.n_rows <= max_rows
+        kept = sum(1 + len(chunk.guesses) for chunk in batch.chunks)
+        assert kept <= MAX_LOGITS
+    for id in range(24):
+        assert machine.answers[id, 0] == _no_eos(machine.requests[id])
+
+
+def test_a_guess_whose_row_fails_fails_nobody() -> None:
+    """The answer comes to the token again that needs a lost expert, but then says another."""
+    machine = guessing()
+    machine.context.is_disk_broken = False
+    tokens = [7, 8, 9, NO_EXPERT, *prompt(30), 7, 8]
+    nine = SamplingParams(max_tokens=3, ignore_eos=True, logit_bias={9: 100})
+    id = machine.submit(tokens, nine)
+    machine.step()
+    machine.context.is_disk_broken = True
+    batch = machine.step()
+    assert NO_EXPERT in batch.chunks[0].guesses
+    machine.run()
+    assert machine.failed == {}
+    assert machine.answers[id, 0] == [9, 9, 9]
+
+
+def test_a_right_guess_whose_row_fails_ends_its_request_in_the_next_step() -> None:
+    machine = guessing()
+    machine.context.is_disk_broken = False
+    tokens = [7, 8, NO_EXPERT, NO_EXPERT, NO_EXPERT, *prompt(30), 7, 8]
+    forced = SamplingParams(max_tokens=9, ignore_eos=True, logit_bias={NO_EXPERT: 100})
+    id = machine.submit(tokens, forced)
+    machine.step()
+    machine.context.is_disk_broken = True
+    machine.run()
+    assert machine.failed == {id: EIO}
+
+
 # ---- the end of requests ----
 
 
@@ -634,7 +655,7 @@ def test_any_history_of_requests_gives_right_answers_and_leaves_nothing(
             n, which, max_tokens, n_choices, priority, key, place = numbers
             scores = 0 if which == 3 or not max_tokens else None
             sampling = SamplingParams(max_tokens=max_tokens, seed=which, n_prompt_logprobs=scores)
-            tokens = prompt(n, first=10 + which)
+            tokens = prompt(n, first=10 + which) if which else repeating(n)
             machine.submit(
                 tokens, sampling, n_choices=n_choices, priority=priority, key=key, place=place
             )

@@ -24,6 +24,7 @@ EINVAL, NUMERIC, EIO = -1, -7, -3
 # Tokens that do something to the step they are in.
 RAISES, NOT_FINITE, HANGS = 1, 2, 3
 NO_EXPERT = 4  # needs an expert that cannot be read while is_disk_broken
+REPEATS = 5  # first of a text that mostly repeats what it said 20 tokens ago
 
 
 class ToyTokenizer:
@@ -56,6 +57,8 @@ def digest(*values: object) -> int:
 def next_token(history: Sequence[int], seed: int, choice: int, index: int) -> int:
     """A letter, or now and then the end."""
     value = digest(tuple(history), seed, choice, index)
+    if history[0] == REPEATS and len(history) > 20 and value % 8:
+        return history[-20]
     return EOS if value % 40 == 0 else ord("a") + value // 40 % 26
 
 

@@ -43,6 +43,7 @@ def test_every_key_has_an_environment_name() -> None:
         "expert_cache": "12.5 %", "expert_io": "cached", "expert_reads": "4",
         "defer_experts": "0", "weights_memory": "2GiB",
         "expert_read_rate": "500M", "kv": "q8", "precision": "f32", "isa": "scalar", "max_sequences": "4",
+        "speculation": "off",
         "max_step_tokens": "64", "max_queue": "9", "max_step_ms": "10", "stuck": "5",
         "host": "h", "port": "0", "api_keys": "/k", "max_body": "2M", "ping": "1.5",
         "drain_timeout": "7", "access_log": "yes", "moe_top_k": "3",
@@ -54,6 +55,7 @@ def test_every_key_has_an_environment_name() -> None:
     assert (config.engine.model, config.engine.kv, config.engine.stuck_s) == ("m", "q8", 5.0)
     assert (config.engine.expert_cache, config.engine.expert_io) == ("12.5%", "cached")
     assert config.engine.weights_memory == 2 << 30
+    assert config.engine.speculation == "off"
     assert (config.engine.expert_reads, config.engine.expert_read_rate) == (4, 500 << 20)
     assert (config.port, config.max_body_bytes, config.access_log) == (0, 2 << 20, True)
     assert config.moe_top_k == 3

@@ -35,6 +35,8 @@ def test_every_name_is_there_from_the_first_second(serve: Any) -> None:
         "vllm:prompt_tokens", "vllm:generation_tokens", "vllm:num_requests_running",
         "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "vllm:prefix_cache_queries",
         "vllm:prefix_cache_hits", "vllm:num_preemptions", "vllm:request_success",
+        "vllm:spec_decode_num_drafts", "vllm:spec_decode_num_draft_tokens",
+        "vllm:spec_decode_num_accepted_tokens", "vllm:spec_decode_num_accepted_tokens_per_pos",
         "vllm:time_to_first_token_seconds", "vllm:inter_token_latency_seconds",
         "vllm:e2e_request_latency_seconds", "vllm:request_queue_time_seconds",
         "vllm:request_prefill_time_seconds", "vllm:request_decode_time_seconds",
@@ -74,6 +76,18 @@ def test_a_request_is_counted(serve: Any) -> None:
     assert live.metric(f"cflow_generation_tokens_per_second{{{MODEL}}}") == 1.0
     handler = '{handler="/v1/completions",method="POST",status="2xx"}'
     assert live.metric(f"http_requests_total{handler}") == 2
+
+
+def test_guesses_are_counted_by_how_far_ahead_they_were(serve: Any) -> None:
+    live: Live = serve()
+    accepted = "vllm:spec_decode_num_accepted_tokens"
+    at = '{{engine="0",model_name="fake/model",position="{}"}}'
+    assert live.metric(f"{accepted}_per_pos_total{at.format(7)}") == 0
+    live.engine.stats = Stats(drafts=5, guesses=12, right_at=(4, 2, 1))
+    assert live.metric(f"vllm:spec_decode_num_drafts_total{{{MODEL}}}") == 5
+    assert live.metric(f"vllm:spec_decode_num_draft_tokens_total{{{MODEL}}}") == 12
+    assert live.metric(f"{accepted}_total{{{MODEL}}}") == 7
+    assert live.metric(f"{accepted}_per_pos_total{at.format(1)}") == 2
 
 
 def test_the_disk_is_accounted_for(serve: Any) -> None:
