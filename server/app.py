@@ -15,12 +15,13 @@ from cflow.server.http_metrics import HttpMetrics
 from cflow.server.linger import Linger
 from cflow.server.metrics import Metrics
 from cflow.server.openapi import describe
-from cflow.server.routes import chat, completions, health, models, page, tokens
+from cflow.server.routes import chat, completions, health, models, page, responses, tokens
 from cflow.server.service import Service
 
 ROUTERS = (
     completions.router,
     chat.router,
+    responses.router,
     models.router,
     tokens.router,
     health.router,

@@ -254,6 +254,43 @@ class ChatRequest(Sampling):
     function_call: Any = None
 
 
+class TextConfig(Body):
+    format: dict[str, Any] | None = None
+
+
+def _is_input(value: object) -> object:
+    if not isinstance(value, str | list):
+        raise _fault(f"input is {shorten(value)}; it must be a text or a list of items")
+    if isinstance(value, list) and not 0 < len(value) <= MAX_MESSAGES:
+        raise _fault(f"{len(value)} items; at least 1 and at most {MAX_MESSAGES} are allowed")
+    return value
+
+
+class ResponsesRequest(Sampling):
+    """POST /v1/responses, as far as it needs no memory of earlier responses."""
+
+    input: Annotated[Any, BeforeValidator(_is_input)]
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, le=2**63)] | None = None
+    text: TextConfig | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS, fail_fast=True)] = Field(
+        default=[]
+    )
+    tool_choice: Any = "auto"
+    parallel_tool_calls: bool = True
+    chat_template_kwargs: dict[str, Any] = Field(default={})
+    include: Annotated[list[str], Field(max_length=64, fail_fast=True)] = Field(default=[])
+    top_logprobs: int = 0
+    previous_response_id: Any = None
+    conversation: Any = None
+    background: Any = None
+    prompt: Any = None
+
+    # Accepted because clients send them; they change nothing here.
+    reasoning: Any = None
+    truncation: Any = None
+
+
 class TokenizeRequest(Body):
     """POST /tokenize: content -> tokens; prompt or messages -> tokens, count, max_model_len."""
 
@@ -293,6 +330,7 @@ SHAPES: dict[str, Any] = {
         FunctionCall,
         Tool,
         Function,
+        TextConfig,
     )
 }
 

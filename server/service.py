@@ -17,7 +17,7 @@ from cflow.server.metrics import Metrics
 from cflow.server.prompts import Prompt
 from cflow.server.records import AnswerRecord
 from cflow.server.schemas import REF, AnyBody, Body, Sampling, ignored_header, parse
-from cflow.server.sse import Events, EventStream, ended
+from cflow.server.sse import Events, EventStream
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +71,9 @@ class Service:
         )
 
     def stream(self, events: Events, generation: Generation, headers: dict[str, str]) -> Response:
-        """The answer as a stream of these events of it."""
+        """The answer as a stream of these events of it, its end included."""
         return EventStream(
-            ended(events),
+            events,
             on_gone=generation.cancel,
             state=generation.state,
             ping_s=self.config.ping_s,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastapi import APIRouter, Request, Response
 
@@ -20,11 +20,20 @@ from cflow.server.prompts import Prompt, context_of, fit, render_chat
 from cflow.server.replies import Reply
 from cflow.server.schemas import ChatRequest, render_messages
 from cflow.server.service import Service, json_schema, service_of
-from cflow.server.sse import Events, watching
+from cflow.server.sse import Events, ended, watching
 from cflow.server.tools import Calling, form_of, read_tools
 from cflow.server.wire import Chunks, Envelope, encode
 
 router = APIRouter()
+
+
+class Talk(NamedTuple):
+    """A request under way. replies: what takes its answers apart, one a choice."""
+
+    prompt: Prompt
+    sampling: SamplingParams
+    generation: Generation
+    replies: list[Reply]
 
 
 def check(ask: ChatRequest) -> None:
@@ -93,15 +102,9 @@ def _pieces(service: Service, ask: ChatRequest, delta: Delta, reply: Reply) -> I
         logprobs, more = None, {}
 
 
-async def stream(
-    service: Service,
-    ask: ChatRequest,
-    prompt: Prompt,
-    generation: Generation,
-    replies: list[Reply],
-    chunks: Chunks,
-) -> Events:
+async def stream(service: Service, ask: ChatRequest, talk: Talk, chunks: Chunks) -> Events:
     """Role chunks, what the choices say, a finish chunk for each, usage if it was asked for."""
+    prompt, _, generation, replies = talk
     first = {"role": "assistant", "content": ""}
     ids: dict[str, Any] = {"prompt_token_ids": prompt.ids} if ask.return_token_ids else {}
     yield b"".join(chunks.chunk(_choice(i, first, None), **ids) for i in range(ask.n))
@@ -121,14 +124,9 @@ async def stream(
         yield chunks.usage_chunk()
 
 
-def whole(
-    service: Service,
-    ask: ChatRequest,
-    prompt: Prompt,
-    generation: Generation,
-    replies: list[Reply],
-) -> bytes:
+def whole(service: Service, ask: ChatRequest, talk: Talk) -> bytes:
     """The answer in one piece, once it is complete."""
+    prompt, _, generation, replies = talk
     tokenizer = service.engine.card.tokenizer
     out = []
     for i, reply in enumerate(replies):
@@ -150,10 +148,8 @@ def whole(
     return envelope.answer(out, **more)
 
 
-async def begin(
-    service: Service, request: Request, ask: ChatRequest
-) -> tuple[Prompt, Generation, list[Reply]]:
-    """Hands a checked request to the engine: what will come, and what takes it apart."""
+async def begin(service: Service, request: Request, ask: ChatRequest) -> Talk:
+    """Hands a checked request to the engine."""
     card = service.engine.card
     calling = read_tools(ask, card)
     body = await grammar_of(ask, card.grammars)
@@ -170,7 +166,8 @@ async def begin(
     form = await form_of(calling, body, thinking, ask, card)
     sampling = plan_sampling(service, ask, prompt, form)
     generation = service.generate(request, ask, [prompt], [sampling], ask.n)
-    return prompt, generation, [new_reply(ask, card, calling, thinking) for _ in range(ask.n)]
+    replies = [new_reply(ask, card, calling, thinking) for _ in range(ask.n)]
+    return Talk(prompt, sampling, generation, replies)
 
 
 def new_reply(ask: ChatRequest, card: ModelCard, calling: Calling, thinking: Thinking) -> Reply:
@@ -187,17 +184,18 @@ async def create_chat_completion(request: Request) -> Response:
     service = service_of(request)
     ask, headers = await service.read(request, ChatRequest)
     check(ask)
-    prompt, generation, replies = await begin(service, request, ask)
+    talk = await begin(service, request, ask)
+    generation = talk.generation
     if ask.stream:
         name = service.engine.card.name
         chunks = Chunks("chatcmpl", "chat.completion.chunk", name, generation, ask)
-        events = stream(service, ask, prompt, generation, replies, chunks)
-        return service.stream(events, generation, headers)
+        events = stream(service, ask, talk, chunks)
+        return service.stream(ended(events), generation, headers)
     async with watching(request.receive, generation.cancel):
-        await gather(generation, replies)
+        await gather(generation, talk.replies)
     if generation.is_cancelled:
         raise ClientGone
-    body = whole(service, ask, prompt, generation, replies)
+    body = whole(service, ask, talk)
     return Response(body, media_type="application/json", headers=headers)
 
 

@@ -18,7 +18,7 @@ from cflow.server.parameters import check_stream, sampling_params
 from cflow.server.prompts import Prompt, context_of, encode_infill, encode_prompts, fit
 from cflow.server.schemas import CompletionRequest
 from cflow.server.service import Service, json_schema, service_of
-from cflow.server.sse import Events, watching
+from cflow.server.sse import Events, ended, watching
 from cflow.server.wire import Chunks, Envelope, encode
 
 DEFAULT_MAX_TOKENS = 16
@@ -194,7 +194,7 @@ async def create_completion(request: Request) -> Response:
     choices = Choices(tokenizer, ask, prompts, n_sampled)
     if ask.stream:
         chunks = Chunks("cmpl", "text_completion", model, generation, ask)
-        return service.stream(stream(ask, generation, choices, chunks), generation, headers)
+        return service.stream(ended(stream(ask, generation, choices, chunks)), generation, headers)
     async with watching(request.receive, generation.cancel):
         wholes = await gather(generation, choices, len(prompts) * n_sampled)
     if generation.is_cancelled:

@@ -151,3 +151,47 @@ def test_a_schema_is_filled_from_the_text(client: openai.OpenAI) -> None:
     parsed = answer.choices[0].message.parsed
     assert parsed is not None
     assert ("Ada" in parsed.name, parsed.age) == (True, 36)
+
+
+# ---- /v1/responses ----
+
+
+def test_responses_call_a_tool_and_go_on(client: openai.OpenAI) -> None:
+    tool: Any = {"type": "function", "strict": True, **WEATHER["function"]}
+    fields: dict[str, Any] = {"model": "M", "tools": [tool], "temperature": 0}
+    question = QUESTION[0]["content"]
+    first = client.responses.create(input=question, tool_choice="required", **fields)
+    (call,) = first.output
+    assert call.type == "function_call"
+    assert json.loads(call.arguments)["city"] == "Paris"
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": '{"degrees": 17}'}
+    turns: Any = [{"role": "user", "content": question}, call, result]
+    second = client.responses.create(input=turns, max_output_tokens=60, **fields)
+    assert "17" in second.output_text
+    assert second.usage is not None
+    assert second.usage.output_tokens > 5
+
+
+def test_streamed_responses_are_the_whole_ones(client: openai.OpenAI) -> None:
+    fields: dict[str, Any] = {
+        "model": "M", "input": "Name three colours.", "instructions": "Answer with one line.",
+        "temperature": 0, "max_output_tokens": 30,
+    }  # fmt: skip
+    whole = client.responses.create(**fields)
+    with client.responses.stream(**fields) as stream:
+        text = "".join(e.delta for e in stream if e.type == "response.output_text.delta")
+        final = stream.get_final_response()
+    assert whole.output_text
+    assert text == final.output_text == whole.output_text
+    assert final.status == whole.status
+    assert final.usage is not None
+    assert whole.usage is not None
+    assert final.usage.output_tokens == whole.usage.output_tokens
+
+
+def test_responses_are_parsed(client: openai.OpenAI) -> None:
+    answer = client.responses.parse(
+        model="M", input="Extract: Ada Lovelace, 36 years old.", text_format=Person, temperature=0
+    )
+    assert answer.output_parsed is not None
+    assert answer.output_parsed.age == 36
