@@ -24,6 +24,7 @@ OF_GET = (401, 404, 503)
 # Of open paths; the others refuse nothing.
 OF_PROBE: dict[str, tuple[int, ...]] = {"/health": (503,), "/ready": (503,)}
 TEXT = {"type": "string"}
+EVENT = {"type": "object", "required": ["data"], "properties": {"data": TEXT}}
 NAME = {"type": ["string", "null"]}
 ERROR = {
     "type": "object",
@@ -50,6 +51,11 @@ def _refusals(path: str, method: str) -> dict[str, Any]:
     }
 
 
+def _streams(operation: dict[str, Any]) -> bool:
+    content = operation.get("requestBody", {}).get("content", {})
+    return any("stream" in kind["schema"].get("properties", {}) for kind in content.values())
+
+
 def describe(app: FastAPI) -> None:
     """Has the app's document complete."""
     make = app.openapi
@@ -62,6 +68,9 @@ def describe(app: FastAPI) -> None:
             for method, operation in operations.items():
                 operation["responses"].pop("422", None)
                 operation["responses"].update(_refusals(path, method))
+                if _streams(operation):
+                    content = operation["responses"]["200"]["content"]
+                    content["text/event-stream"] = {"schema": EVENT}
         return document
 
     app.openapi = openapi  # type: ignore[method-assign]
