@@ -20,7 +20,7 @@ from makefiles.shape_file import synth_model
 from oracles.bad_disk import BadDisk, Kind
 from oracles.model_file import ModelFile
 
-FLAGS = ("--context", "512", "--max-sequences", "3")
+FLAGS = ("--context", "512", "--max-sequences", "3", "--speculation", "off")  # a token an event
 TIMEOUT_S = 4
 PROMPTS = [f"{i}: a text of its own" for i in range(6)]
 N_TOKENS = 16
@@ -155,7 +155,7 @@ def served(
 ) -> Iterator[Served]:
     weights, folder = request.param, tmp_path_factory.mktemp(request.param)
     model = (make_experts if weights == "experts" else make_layers)(folder)
-    with serving(model) as server:
+    with serving(model, *FLAGS) as server:
         clean = ask_all(server)
     assert all(len(events) == N_TOKENS + 1 for events in clean)
     disk = BadDisk(model, folder)
