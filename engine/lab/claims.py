@@ -588,10 +588,9 @@ def overlap_text(found: Overlap) -> str:
     ]
     head = ("routing, experts", "threads", "in memory", "misses", "C", "IO", *OVERLAP_ARMS.values())
     head += ("net, layer", "net, delay", "law", "recursion")
-    rounds = len(found.cells[0].compute_ms)
     return f"""\
-{found.machine}, {found.date}. One stream, milliseconds a token, medians of {rounds} rounds in which the \
-arms take turns; every arm gave the same tokens and the same bits of all logits as with all experts in \
+{found.machine}, {found.date}. One stream, milliseconds a token, medians over {len(found.cells[0].compute_ms)} tokens \
+or more, which the arms take in turn; every arm gave the same tokens and the same bits of all logits as with all experts in \
 memory, or the command would have failed. One reader, direct reads bounded to \
 {found.read_rate / 1e9:.2f} GB/s. "uniform" and "Zipf-like": a random model of {found.n_layers} layers, \
 experts two layers late, records of {found.record_bytes / 1e6:.2f} MB, fed uniform tokens, or Zipf-like \

@@ -2,8 +2,9 @@
 
 One file, one stream, six arms. C: all experts are resident. IO: the same records in the same order
 and nothing computed. Both: C, while records that nobody waits for are read. Three read what they
-compute with: synchronous (`none`), in the window of one layer
-(`layer`), in that of the delay (`delay`). They take turns, round by round, and must give the same bits.
+compute with: synchronous (`none`), in the window of one layer (`layer`), in that of the delay
+(`delay`). They take turns, token by token, and must give the same bits: a machine and a disk that
+drift within seconds drift for all of them.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from datetime import date
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -42,11 +43,14 @@ RESULTS = "docs/results/overlap.json"
 RATE_PART = 0.95  # of what one reader gets: what the disk holds
 READS = 64  # to learn what a read costs beyond itself
 BATCH = 32  # records that are asked for together, to learn what one reader gets
+TRAFFIC = 4  # records that are asked for together beside compute
+PAUSE_S = 1.0  # between two tokens of an arm: the others' turns, longer than a reader's credit
 ARMS = {
     "none": "synchronous",
     "layer": "window of a layer",
     "delay": "window of the delay",
 }
+ALL_ARMS = ("compute", "beside", "io", *WINDOWS)
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,8 @@ class Sizes:
 
 
 class Cell(msgspec.Struct, frozen=True):
-    """One setting. Times are milliseconds a token, by round."""
+    """One setting. Times are milliseconds, by round and token; medians leave out what a shared machine
+    does to single tokens."""
 
     routing: str
     threads: int
@@ -101,10 +106,10 @@ class Cell(msgspec.Struct, frozen=True):
     io_eff_ms: (
         float  # what the disk takes for a token's records while the arm of the delay computes
     )
-    read_ms: dict[str, tuple[float, ...]]  # of one record, by window
+    read_ms: dict[str, tuple[float, ...]]  # of one record, by window and round
     wake_ms: float  # until whoever waited for it runs on
-    compute_speed: tuple[float, ...]  # what compute keeps of its speed beside a read
-    predicted_ms: dict[str, tuple[float, ...]]  # by window
+    compute_speed: tuple[float, ...]  # what compute keeps of its speed beside a read, by round
+    predicted_ms: dict[str, tuple[float, ...]]  # by window, then as the times
 
     @property
     def name(self) -> str:
@@ -114,9 +119,9 @@ class Cell(msgspec.Struct, frozen=True):
         )
 
     def ms(self, window: str) -> float:
-        return statistics.median(self.rounds(window))
+        return statistics.median(self.times(window))
 
-    def rounds(self, window: str) -> tuple[float, ...]:
+    def times(self, window: str) -> tuple[float, ...]:
         return {"none": self.none_ms, "layer": self.layer_ms, "delay": self.delay_ms}[window]
 
     @property
@@ -129,7 +134,7 @@ class Cell(msgspec.Struct, frozen=True):
 
     def net(self, window: str) -> float:
         """How much faster than synchronous reads."""
-        return Samples(self.none_ms).over(Samples(self.rounds(window)))
+        return Samples(self.none_ms).over(Samples(self.times(window)))
 
     @property
     def law(self) -> float:
@@ -213,9 +218,10 @@ def local_tokens(n_tokens: int, n: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Pass:
-    """A case, decoded once. choices: the greedy ones. crc: of all logits."""
+    """A case, decoded as far as it is. seconds: of each token. choices: the greedy ones. crc: of all
+    logits."""
 
-    seconds: float
+    seconds: tuple[float, ...]
     choices: tuple[int, ...]
     crc: int
 
@@ -224,16 +230,21 @@ def _open_context(model: Model, case: Case, *, keep_values: bool = False) -> Con
     return open_stream(model, len(case.tokens), threads=case.threads, keep_values=keep_values)
 
 
-def _decode(context: Context, case: Case, after: Callable[[], None] | None = None) -> Pass:
-    """after: called behind every step."""
-    choices, crc, pick = [], 0, Pick(0, temperature=0.0)
+def _tokens(context: Context, case: Case) -> Iterator[Pass]:
+    """Decodes the case token by token. Only the time of these counts, not that between them."""
+    done, pick = Pass((), (), 0), Pick(0, temperature=0.0)
     start = time.perf_counter()
     for _ in decode(context, ([token] for token in case.tokens), n_experts=case.chosen):
-        choices.append(context.sample([pick])[0].token)
-        crc = crc32c(context.logits(0), crc)
-        if after:
-            after()
-    return Pass(time.perf_counter() - start, tuple(choices), crc)
+        choices = (*done.choices, context.sample([pick])[0].token)
+        crc = crc32c(context.logits(0), done.crc)
+        done = Pass((*done.seconds, time.perf_counter() - start), choices, crc)
+        yield done
+        start = time.perf_counter()
+
+
+def _decode(context: Context, case: Case) -> Pass:
+    *_, done = _tokens(context, case)
+    return done
 
 
 def story(model: Model, n: int) -> tuple[int, ...]:
@@ -277,18 +288,15 @@ class _File:
 
     def trace(self, case: Case) -> Trace:
         tokens: Trace = []
-
-        def note() -> None:
-            values = [context.value(f"L{i}.routed", 0) for i in range(len(self.layers))]
-            tokens.append(
-                [
-                    [first + expert for expert in sorted(ids[ids >= 0].astype(int).tolist())]
-                    for first, ids in zip(self.first[:-1], values, strict=True)
-                ]
-            )
-
         with closing(_open_context(self.model, case, keep_values=True)) as context:
-            _decode(context, case, note)
+            for _ in _tokens(context, case):
+                values = [context.value(f"L{i}.routed", 0) for i in range(len(self.layers))]
+                tokens.append(
+                    [
+                        [first + expert for expert in sorted(ids[ids >= 0].astype(int).tolist())]
+                        for first, ids in zip(self.first[:-1], values, strict=True)
+                    ]
+                )
         return tokens
 
     def stage_seconds(self, context: Context, case: Case) -> list[float]:
@@ -364,21 +372,16 @@ class _Watch(threading.Thread):
         return np.concatenate([[self._began_s], times[first], times[-1:]])
 
 
-class Beside(NamedTuple):
-    """Passes beside reads. reading: the part of their time in which one was under way."""
-
-    passes: list[Pass]
-    reading: float
-
-
 class _Tiers:
-    """The same file with an expert cache, once for each window; one reader, at a bounded rate."""
+    """The same file with an expert cache, once for each window, once for reads alone (`io`) and once
+    for reads beside compute (`beside`); one reader each, at a bounded rate."""
 
     def __init__(self, file: _File, slots: int, rate: float, threads: int) -> None:
         self._file = file
         self._rate = rate
         self._open = ExitStack()
         self.models = {window: self._model(window, slots, threads) for window in WINDOWS}
+        self.models |= {arm: self._model("none", slots, threads) for arm in ("io", "beside")}
         self.slots = self.stats("delay").n_slots
         self.wake_s = self._wake_s()
 
@@ -396,8 +399,8 @@ class _Tiers:
         )
         return self._open.enter_context(closing(model))
 
-    def stats(self, window: str) -> TierStats:
-        tier = self.models[window].tier
+    def stats(self, arm: str) -> TierStats:
+        tier = self.models[arm].tier
         if tier is None or not tier.direct_io:
             raise LabError(f"{self._file.path}: this disk has no direct reads; take another folder")
         return tier
@@ -406,43 +409,25 @@ class _Tiers:
     def interval_s(self) -> float:
         return self._file.bank.record_bytes / self._rate
 
-    def read_all(self, trace: Trace) -> float:
+    def read_all(self, token: Sequence[Sequence[int]]) -> float:
         """In seconds, with nothing computed; a layer's records are asked for together."""
         start = time.perf_counter()
-        for token in trace:
-            for layer in token:
-                self._file.read_all(self.models["none"], layer)
+        for layer in token:
+            self._file.read_all(self.models["io"], layer)
         return time.perf_counter() - start
-
-    def timed(self, arm: str, context: Context, case: Case) -> tuple[Pass, float]:
-        """The case decoded, and the seconds of a read in it."""
-        if arm not in self.models:
-            return _decode(context, case), 0.0
-        before, done = self.stats(arm), _decode(context, case)
-        return done, _mean_read_s(before, self.stats(arm))
 
     def _wake_s(self) -> float:
         """From a read's end until its asker runs on, with the time until the reader begins it."""
-        times, before = [], self.stats("none")
+        times, before = [], self.stats("io")
         for record in self._file.shuffled()[:READS]:
             time.sleep(2 * self.interval_s)  # a bounded reader starts at once
             start = time.perf_counter()
-            self._file.read(self.models["none"], record)
+            self._file.read(self.models["io"], record)
             times.append(time.perf_counter() - start)
-        return max(statistics.fmean(times) - _mean_read_s(before, self.stats("none")), 0.0)
+        return max(statistics.fmean(times) - _mean_read_s(before, self.stats("io")), 0.0)
 
-    def beside(self, context: Context, case: Case) -> Beside:
-        """The case decoded in a context of its own, while other records are read all the time; again
-        where it is over before a read is."""
-        passes, before, after = list[Pass](), self.stats("none"), self.stats("none")
-        with _Traffic(self._file, self.models["none"], self.slots // 2) as traffic:
-            while after.warm_bytes == before.warm_bytes and traffic.is_alive():
-                passes.append(_decode(context, case))
-                after = self.stats("none")
-        if after.warm_bytes == before.warm_bytes:
-            raise LabError(f"{self._file.path}: nothing could be read beside compute")
-        reading_s = (after.read_ns - before.read_ns) / 1e9
-        return Beside(passes, reading_s / sum(one.seconds for one in passes))
+    def traffic(self) -> _Traffic:
+        return _Traffic(self._file, self.models["beside"])
 
     def close(self) -> None:
         self._open.close()
@@ -452,29 +437,31 @@ def _mean_read_s(before: TierStats, after: TierStats) -> float:
     return (after.read_ns - before.read_ns) / 1e9 / max(after.reads - before.reads, 1)
 
 
-class _Traffic(threading.Thread):
-    """Reads records into a model's expert cache, n at a time, until it ends."""
+class _Traffic:
+    """Reads records that nobody waits for, back to back, while it is entered. seconds: how long that
+    was, in all."""
 
-    def __init__(self, file: _File, model: Model, n: int) -> None:
-        super().__init__()
-        self._file, self._model = file, model
-        self._over = threading.Event()
+    def __init__(self, file: _File, model: Model) -> None:
         records = file.shuffled()
-        self._batches = [records[first : first + n] for first in range(0, len(records), n)]
+        batches = [records[i : i + TRAFFIC] for i in range(0, len(records), TRAFFIC)]
+        self._batches = itertools.cycle(batches)  # longer than any cache: each is a read
+        self._read = partial(file.read_all, model)
+        self.seconds = 0.0
 
-    def run(self) -> None:
-        for batch in itertools.cycle(self._batches):
-            if self._over.is_set():
-                return
-            self._file.read_all(self._model, batch)
+    def _run(self) -> None:
+        while not self._over.is_set():
+            self._read(next(self._batches))
 
-    def __enter__(self) -> _Traffic:
-        self.start()
-        return self
+    def __enter__(self) -> None:
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._began_s = time.perf_counter()
+        self._thread.start()
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
-        self.join()
+        self._thread.join()
+        self.seconds += time.perf_counter() - self._began_s
 
 
 # ---- a cell ----
@@ -483,6 +470,16 @@ class _Traffic(threading.Thread):
 def compute_speed(alone_s: float, beside_s: float, reading: float) -> float:
     """What compute loses beside reads, it loses while one is under way, that part of the time."""
     return min(1 - (1 - alone_s / beside_s) / min(reading, 1.0), 1.0)
+
+
+@dataclass(frozen=True)
+class _Round:
+    """seconds: of each arm's tokens. read_s: of one record, by window. compute_speed: what compute
+    keeps of its speed beside a read."""
+
+    seconds: dict[str, tuple[float, ...]]
+    read_s: dict[str, float]
+    compute_speed: float
 
 
 @dataclass
@@ -495,63 +492,66 @@ class _Cell:
 
     def measure(self, rounds: int, report: Callable[[int], None]) -> Cell:
         case, tiers = self.case, self.tiers
-        trace = self.file.trace(case)
-        found: dict[str, list[float]] = {arm: [] for arm in ("compute", "beside", "io", *WINDOWS)}
-        sides, read_s = list[Beside](), {window: list[float]() for window in WINDOWS}
+        trace, found = self.file.trace(case), list[_Round]()
+        models = {"compute": self.file.model, "beside": self.file.model}
+        models |= {window: tiers.models[window] for window in WINDOWS}
         with ExitStack() as opened:
             contexts = {
                 arm: opened.enter_context(closing(_open_context(model, case)))
-                for arm, model in {"compute": self.file.model, **tiers.models}.items()
+                for arm, model in models.items()
             }
-            want = _decode(contexts["compute"], case)
             stages = self.file.stage_seconds(contexts["compute"], case)
+            want = _decode(contexts["compute"], case)
             for window in WINDOWS:
                 self._same(window, _decode(contexts[window], case), want)
             before = tiers.stats("delay")
             for done in range(rounds):
                 report(done)
-                found["io"].append(tiers.read_all(trace))
-                sides.append(tiers.beside(contexts["compute"], case))
-                for one in sides[-1].passes:
-                    self._same("beside", one, want)
-                found["beside"].append(statistics.fmean(one.seconds for one in sides[-1].passes))
-                for arm, context in contexts.items():
-                    one, each_s = tiers.timed(arm, context, case)
-                    self._same(arm, one, want)
-                    found[arm].append(one.seconds)
-                    if arm in read_s:
-                        read_s[arm].append(each_s)
+                found.append(self._round(contexts, trace, want))
             after = tiers.stats("delay")
         report(rounds)
-        n = len(case.tokens)
-        ms = {f"{arm}_ms": tuple(1e3 * s / n for s in seconds) for arm, seconds in found.items()}
+        n = len(case.tokens) * rounds
         n_reads, reading_s = after.reads - before.reads, (after.read_ns - before.read_ns) / 1e9
-        arms = zip(found["compute"], found["beside"], sides, strict=True)
-        speeds = [compute_speed(alone, beside, side.reading) for alone, beside, side in arms]
-        predicted = {
-            window: tuple(
-                self._predict(stages, alone_s, trace, window, self._disk(each_s, speed))
-                for alone_s, each_s, speed in zip(
-                    found["compute"], read_s[window], speeds, strict=True
-                )
-            )
-            for window in WINDOWS
-        }
+        predicted = {w: [self._predict(stages, one, trace, w) for one in found] for w in WINDOWS}
         return Cell(
             routing=case.routing,
             threads=case.threads,
             experts=case.chosen,
             slots=tiers.slots,
             records=self.file.bank.n_records,
-            misses=(after.misses - before.misses) / (n * rounds),
-            hits=(after.hits - before.hits) / (n * rounds),
-            io_eff_ms=1e3 * max(reading_s, n_reads * tiers.interval_s) / (n * rounds),
-            read_ms={window: tuple(1e3 * s for s in each_s) for window, each_s in read_s.items()},
+            misses=(after.misses - before.misses) / n,
+            hits=(after.hits - before.hits) / n,
+            io_eff_ms=1e3 * max(reading_s, n_reads * tiers.interval_s) / n,
+            read_ms={w: _ms([one.read_s[w] for one in found]) for w in WINDOWS},
             wake_ms=1e3 * tiers.wake_s,
-            compute_speed=tuple(speeds),
-            predicted_ms=predicted,
-            **ms,
+            compute_speed=tuple(one.compute_speed for one in found),
+            predicted_ms={w: _ms(*times) for w, times in predicted.items()},
+            **{f"{arm}_ms": _ms(*(one.seconds[arm] for one in found)) for arm in ALL_ARMS},
         )
+
+    def _round(self, contexts: dict[str, Context], trace: Trace, want: Pass) -> _Round:
+        """The case once in each arm, which take turns with its tokens."""
+        tiers, traffic = self.tiers, self.tiers.traffic()
+        streams = {arm: _tokens(context, self.case) for arm, context in contexts.items()}
+        passes, io_s = dict[str, Pass](), list[float]()
+        read_s = {window: list[float]() for window in WINDOWS}
+        before = tiers.stats("beside")
+        for token in trace:
+            io_s.append(tiers.read_all(token))
+            with traffic:
+                passes["beside"] = next(streams["beside"])
+            passes["compute"] = next(streams["compute"])
+            for window in WINDOWS:
+                began = tiers.stats(window)
+                passes[window] = next(streams[window])
+                read_s[window].append(_mean_read_s(began, tiers.stats(window)))
+        for arm, one in passes.items():
+            self._same(arm, one, want)
+        seconds = {arm: one.seconds for arm, one in passes.items()} | {"io": tuple(io_s)}
+        reading = (tiers.stats("beside").read_ns - before.read_ns) / 1e9 / traffic.seconds
+        alone_s, beside_s = (statistics.median(seconds[arm]) for arm in ("compute", "beside"))
+        speed = compute_speed(alone_s, beside_s, reading)
+        return _Round(seconds, {w: statistics.median(read_s[w]) for w in WINDOWS}, speed)
 
     def _same(self, arm: str, one: Pass, want: Pass) -> None:
         if one.choices != want.choices or one.crc != want.crc:
@@ -559,21 +559,24 @@ class _Cell:
                 f"{self.case.routing}: the arm `{arm}` gives other tokens than memory does"
             )
 
-    def _disk(self, read_s: float, speed: float) -> Disk:
-        return Disk(self.tiers.interval_s, read_s, self.tiers.wake_s, speed)
-
     def _predict(
-        self, stages: Sequence[float], alone_s: float, trace: Trace, window: str, disk: Disk
-    ) -> float:
-        """Milliseconds a token. alone_s: of the case's compute; the watched stages, as long together.
-        The second time: as here, the first has filled the cache."""
-        scale = alone_s / len(trace) / sum(stages)
+        self, stages: Sequence[float], one: _Round, trace: Trace, window: str
+    ) -> tuple[float, ...]:
+        """Seconds of each token. The watched stages, as long together as compute was in this round. The
+        second time: as here, the first has filled the cache."""
+        scale = statistics.median(one.seconds["compute"]) / sum(stages)
         *each, rest = (scale * seconds for seconds in stages)
         top_k = max(layer.top_k for layer in self.file.layers)
         whole = plan_step(self.file.ops, each, rest, top_k, self.case.chosen)
-        plan = Schedule(whole, disk, self.tiers.slots, window)
-        plan.seconds(trace)
-        return 1e3 * plan.seconds(trace) / len(trace)
+        tiers = self.tiers
+        disk = Disk(tiers.interval_s, one.read_s[window], tiers.wake_s, one.compute_speed)
+        plan = Schedule(whole, disk, tiers.slots, window)
+        plan.token_seconds(trace, PAUSE_S)
+        return tuple(plan.token_seconds(trace, PAUSE_S))
+
+
+def _ms(*rounds: Sequence[float]) -> tuple[float, ...]:
+    return tuple(1e3 * seconds for one in rounds for seconds in one)
 
 
 # ---- all cells ----
@@ -651,7 +654,9 @@ class _Bench:
         """How many experts make the reads last about as long as compute, and all. At least two, so that
         no record of a token is still there for the next."""
         with closing(_open_context(file.model, case)) as context:
-            compute_s = min(_decode(context, case).seconds for _ in range(4)) / len(case.tokens)
+            compute_s = statistics.median(
+                s for _ in range(4) for s in _decode(context, case).seconds
+            )
         interval_s = self.record_bytes / self.rates["random"]
         best = compute_s / self._sizes.n_layers / interval_s
         near = (min(max(n, 2), case.chosen) for n in (math.floor(best), math.ceil(best)))

@@ -217,12 +217,15 @@ class Schedule:
         self._window = window
         self.cache = Cache(disk, n_slots)
 
-    def seconds(self, trace: Trace) -> float:
-        """How long the tokens take, one after the other."""
-        begin = self.cache.now
+    def token_seconds(self, trace: Trace, pause_s: float = 0.0) -> list[float]:
+        """How long each token takes, one after the other, without the pause behind it."""
+        seconds = []
         for token in trace:
+            begin = self.cache.now
             self._run(token)
-        return self.cache.now - begin
+            seconds.append(self.cache.now - begin)
+            self.cache.idle(pause_s)
+        return seconds
 
     def _run(self, wanted: Sequence[Sequence[int]]) -> None:
         step, cache = self._step, self.cache

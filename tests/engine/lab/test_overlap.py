@@ -68,14 +68,25 @@ TRACE = [[[10, 11], [20]]]
 )
 def test_schedule_by_hand(window: str, seconds: float) -> None:
     plan = Schedule(STEP, Disk(interval_s=3.0, read_s=3.0), n_slots=3, window=window)
-    assert plan.seconds(TRACE) == pytest.approx(seconds)
+    assert sum(plan.token_seconds(TRACE)) == pytest.approx(seconds)
     assert plan.cache.n_reads == 3
+
+
+def test_pauses_do_not_count_but_the_reader_rests() -> None:
+    """A reader that owes time when a token ends has paid it when the next begins."""
+    step = Step((Stage(1.0, routed=(0,)), Stage(0.0, starts=(0,)), Stage(0.0, ends=(0,))), 0, 0, 0)
+    trace = [[[1]], [[2]]]
+    paced = Disk(interval_s=3.0, read_s=0.5)
+    # Reads at 0 and, 3 s after, at 3; the second token begins at 1, or at 2 behind a pause.
+    together = Schedule(step, paced, 1, "delay").token_seconds(trace)
+    assert together == pytest.approx([1, 2.5])
+    assert Schedule(step, paced, 1, "delay").token_seconds(trace, 1.0) == pytest.approx([1, 1.5])
 
 
 def test_all_in_memory_takes_what_the_stages_take() -> None:
     plan = Schedule(STEP, Disk(3.0, 3.0), n_slots=3, window="none")
-    plan.seconds(TRACE)
-    assert plan.seconds(TRACE) == pytest.approx(1 + 2 + 1 + 3 * 0.75 + 1)
+    plan.token_seconds(TRACE)
+    assert sum(plan.token_seconds(TRACE)) == pytest.approx(1 + 2 + 1 + 3 * 0.75 + 1)
     assert plan.cache.n_reads == 3
 
 
@@ -89,9 +100,9 @@ def test_compute_is_slower_beside_reads_and_waking_takes_time() -> None:
     slowed = Disk(1.0, 1.0, compute_speed=0.5)
     beside = Schedule(step, slowed, n_slots=3, window="delay")
     # Two reads of a second each beside compute, which does half of that meanwhile.
-    assert beside.seconds([[[1, 2]]]) == pytest.approx(2 + 5 - 1)
+    assert sum(beside.token_seconds([[[1, 2]]])) == pytest.approx(2 + 5 - 1)
     woken = Schedule(step, Disk(1.0, 1.0, wake_s=0.25), n_slots=3, window="none")
-    assert woken.seconds([[[1, 2]]]) == pytest.approx(5 + 2 + 0.25)
+    assert sum(woken.token_seconds([[[1, 2]]])) == pytest.approx(5 + 2 + 0.25)
 
 
 def test_a_bounded_disk_paces_the_beginnings() -> None:
@@ -114,7 +125,7 @@ def test_the_least_recently_used_gives_way() -> None:
 
 def test_too_few_slots_are_refused() -> None:
     with pytest.raises(LabError, match="1 slots are too few"):
-        Schedule(STEP, Disk(1.0, 1.0), n_slots=1, window="none").seconds(TRACE)
+        Schedule(STEP, Disk(1.0, 1.0), n_slots=1, window="none").token_seconds(TRACE)
 
 
 def shape(folder: Path, widths: Widths = SMALL.random, n_layers: int = 16) -> str:
@@ -199,8 +210,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Overlap:
 def test_cells(found: Overlap) -> None:
     assert {cell.routing for cell in found.cells} == {"uniform", "Zipf-like", "real"}
     for cell in found.cells:
-        assert all(len(cell.rounds(window)) == SMALL.rounds for window in overlap.ARMS)
-        assert len(cell.compute_ms) == len(cell.io_ms) == SMALL.rounds
+        n = SMALL.rounds * SMALL.tokens * {"uniform": 1, "Zipf-like": 2, "real": 4}[cell.routing]
+        assert all(len(cell.times(window)) == n for window in overlap.ARMS)
+        assert len(cell.compute_ms) == len(cell.io_ms) == len(cell.predicted_ms["none"]) == n
         assert cell.predicted_ms.keys() == overlap.ARMS.keys()
         n_layers = 6 if cell.routing == "real" else 16
         assert cell.misses + cell.hits == pytest.approx(n_layers * cell.experts)
@@ -229,9 +241,9 @@ def test_the_schedule_reads_what_the_engine_reads(tmp_path: Path) -> None:
             overlap._decode(context, case)  # whatever the cache held is gone behind it
             reads = tiers.stats("none").reads
             overlap._decode(context, case)
-        plan.seconds(trace)
+        plan.token_seconds(trace)
         n_reads = plan.cache.n_reads
-        plan.seconds(trace)
+        plan.token_seconds(trace)
         assert reads > before
         assert plan.cache.n_reads - n_reads == tiers.stats("none").reads - reads
         assert plan.cache.n_reads - n_reads < 20 * 16 * 2
@@ -247,12 +259,16 @@ def test_what_compute_keeps_beside_reads(tmp_path: Path) -> None:
         closing(overlap._File(path, 1)) as file,
         closing(overlap._Tiers(file, 10, 1e9, 1)) as tiers,
     ):
+        traffic, before = tiers.traffic(), tiers.stats("beside")
         with closing(overlap._open_context(file.model, case)) as context:
-            want, before = overlap._decode(context, case), tiers.stats("none").warm_bytes
-            beside = tiers.beside(context, case)
-        assert tiers.stats("none").warm_bytes > before
-        assert beside.reading > 0
-        assert all(one.crc == want.crc for one in beside.passes)
+            want = overlap._decode(context, case)
+            stream = overlap._tokens(context, case)
+            for _ in range(2):
+                with traffic:
+                    one = next(stream)
+        reading_s = (tiers.stats("beside").read_ns - before.read_ns) / 1e9
+        assert 0 < reading_s < traffic.seconds
+        assert one.crc == want.crc
 
 
 def test_other_bits_are_an_error(tmp_path: Path) -> None:
@@ -263,8 +279,8 @@ def test_other_bits_are_an_error(tmp_path: Path) -> None:
         closing(overlap._Tiers(file, 10, 1e9, 1)) as tiers,
     ):
         cell = overlap._Cell(file, tiers, Case("uniform", (1, 2), 1, 2))
-        one = overlap.Pass(1.0, (3, 4), 5)
-        cell._same("delay", replace(one, seconds=2.0), one)
+        one = overlap.Pass((1.0, 1.0), (3, 4), 5)
+        cell._same("delay", replace(one, seconds=(2.0, 3.0)), one)
         for other in (replace(one, choices=(3, 5)), replace(one, crc=6)):
             with pytest.raises(LabError, match="the arm `delay` gives other tokens"):
                 cell._same("delay", other, one)
