@@ -576,7 +576,8 @@ class _Cell:
 
 
 def _ms(*rounds: Sequence[float]) -> tuple[float, ...]:
-    return tuple(1e3 * seconds for one in rounds for seconds in one)
+    """To the microsecond."""
+    return tuple(round(1e3 * seconds, 3) for one in rounds for seconds in one)
 
 
 # ---- all cells ----
