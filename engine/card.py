@@ -20,6 +20,7 @@ from cflow.engine.tokenizer import Tokenizer
 class ModelCard:
     name: str  # as clients call it
     path: str
+    digest: str  # of the file
     context: int  # positions a sequence may have; the worker may have to lower it
     n_params: int
     created: int  # of the file, in seconds since 1970
@@ -45,6 +46,7 @@ def read_card(config: EngineConfig) -> ModelCard:
     return ModelCard(
         name=config.served_name or known.name,
         path=config.model,
+        digest=model.digest,
         context=check_context(config, header.context),
         n_params=n_params if isinstance(n_params, int) else 0,
         created=int(Path(config.model).stat().st_mtime),

@@ -286,7 +286,7 @@ class Engine:
             worker = self._worker = await WorkerProcess.spawn(self._command, self._receive)
         except OSError as error:
             return EngineError("worker_died", f"the worker cannot be started: {error}")
-        worker.send(Hello(PROTOCOL, asdict(self.config)))
+        worker.send(Hello(PROTOCOL, asdict(self.config), self.card.digest))
         trouble = await self._watch(worker)
         if trouble is not None:
             self._lose_worker("stuck", "worker_stuck", f"the engine hung: {trouble}")

@@ -13,7 +13,7 @@ from typing import Any
 from cflow.engine import machine
 from cflow.engine.capacity import Capacity, fit_capacity
 from cflow.engine.config import EngineConfig
-from cflow.engine.errors import EngineError
+from cflow.engine.errors import EngineError, ModelError
 from cflow.engine.experts import (
     ExpertBank,
     Experts,
@@ -51,12 +51,14 @@ class Loaded:
     disk_stats: Callable[[], dict[str, DiskStats]] = dict
 
 
-Load = Callable[[EngineConfig, Report], Loaded]
+Load = Callable[[EngineConfig, str, Report], Loaded]
 
 
-def load(config: EngineConfig, report: Report) -> Loaded:
-    """report: bytes read, and of all, of "weights" and then of "experts". Raises EngineError."""
+def load(config: EngineConfig, digest: str, report: Report) -> Loaded:
+    """digest: of the file that it must be. report: bytes read, and of all, of "weights" and then of
+    "experts". Raises EngineError."""
     started = time.perf_counter()
+    _expect(digest, read_header(config))  # before a long load
     reading = ThreadPoolExecutor(1, "vocabulary")
     vocabulary = reading.submit(Vocabulary.read, config.model)  # beside the weights
     reading.shutdown(wait=False)
@@ -74,6 +76,7 @@ def load(config: EngineConfig, report: Report) -> Loaded:
         weights_memory=share.layers,
         progress=lambda done, total: report("weights", done, total),
     )
+    _expect(digest, model)
     capacity = share.capacity
     options = _options(config, threads, kv, capacity)
     kv_bytes, scratch_bytes = context_memory(model, **options)
@@ -109,6 +112,16 @@ def load(config: EngineConfig, report: Report) -> Loaded:
     return Loaded(
         context, model.token_bytes, eos_ids, ready, known, experts, lambda: _disk_stats(model)
     )
+
+
+def _expect(digest: str, model: Model) -> None:
+    """Prompts are made with the tokenizer and the template of the file that the front end has read;
+    weights of another one would answer them with nonsense."""
+    if model.digest != digest:
+        raise ModelError(
+            f"{model.path} is no longer the file that this server started with; restart the server "
+            "to serve the new one, or put the old one back"
+        )
 
 
 @dataclass(frozen=True, slots=True)

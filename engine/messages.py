@@ -14,7 +14,7 @@ from typing import Literal
 import msgspec
 from msgspec.structs import astuple, replace
 
-PROTOCOL = 2
+PROTOCOL = 3
 MAX_FRAME_BYTES = 256 << 20
 
 
@@ -48,6 +48,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
     protocol: int
     engine: dict[str, str | int | float | bool | None]  # fields of config.EngineConfig
+    digest: str  # of the model file, as the front end has read it
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):

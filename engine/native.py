@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import fields
 from enum import IntEnum
+from hashlib import blake2b
 from itertools import takewhile
 from types import SimpleNamespace
 from typing import Any, NotRequired, TypedDict, TypeVar, Unpack
@@ -265,6 +266,13 @@ class Model:
         """Where a section or bank lies in the file, and its bytes without padding."""
         found = lib.cflow_model_header(self._handle).sections[section]
         return found.offset, found.bytes
+
+    @property
+    def digest(self) -> str:
+        """Of the header, which has the checksums of all sections, which have those of the weights: two
+        files with the same one are the same file."""
+        header = lib.cflow_model_header(self._handle)
+        return blake2b(ffi.buffer(header), digest_size=16).hexdigest()
 
     @property
     def metadata(self) -> dict[str, Any]:

@@ -382,8 +382,9 @@ def serve(sock: socket.socket, load: Load) -> int:
     """The whole life of a worker on its end of the socket pair: the exit status."""
     link = Link(sock)
     try:
-        config = _await_hello(link)
-        loaded = load(config, lambda *progress: link.send(Loading(*progress)))
+        hello = _await_hello(link)
+        config = msgspec.convert(hello.engine, EngineConfig)
+        loaded = load(config, hello.digest, lambda *progress: link.send(Loading(*progress)))
     except EngineError as error:
         link.send(Fatal(error.code, str(error)))
         return 1
@@ -397,11 +398,11 @@ def serve(sock: socket.socket, load: Load) -> int:
     return 0
 
 
-def _await_hello(link: Link) -> EngineConfig:
+def _await_hello(link: Link) -> Hello:
     (hello,) = link.receive(None)
     if not isinstance(hello, Hello) or hello.protocol != PROTOCOL:
         raise EngineError("internal", f"expected Hello of protocol {PROTOCOL}, got {hello!r}")
-    return msgspec.convert(hello.engine, EngineConfig)
+    return hello
 
 
 def main() -> None:

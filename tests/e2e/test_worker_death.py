@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
-from running import LONG, Server, Stream, assert_failed, is_alive, kill, wait_for
+from running import LONG, Server, Stream, assert_failed, is_alive, kill, serving, wait_for
+
+from cflow.engine.hub import BUNDLED_FILE
+from oracles.random_model import RandomModel
 
 
 def test_killed_under_load(start: Callable[..., Server]) -> None:
@@ -80,6 +85,20 @@ def test_stopped_worker_is_found_and_replaced(start: Callable[..., Server]) -> N
     server.ready()
     assert not is_alive(worker)
     assert server.complete("x", max_tokens=1)["usage"]["completion_tokens"] == 1
+
+
+def test_a_file_replaced_meanwhile_is_not_asked_with_the_old_ones_tokens(tmp_path: Path) -> None:
+    model, kept = tmp_path / "m.cflow", tmp_path / "kept.cflow"
+    shutil.copy(BUNDLED_FILE, model)
+    with serving(model) as server:
+        before = server.complete("Once upon a time", max_tokens=8)["choices"]
+        model.rename(kept)
+        RandomModel([{}]).write(model)
+        kill(server.workers()[0])
+        assert wait_for(lambda: "m.cflow is no longer the file" in server.log, 20)
+        assert server.status("/health") == 503
+        kept.replace(model)
+        assert server.ready().complete("Once upon a time", max_tokens=8)["choices"] == before
 
 
 @pytest.mark.parametrize("is_busy", [False, True])

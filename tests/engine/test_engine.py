@@ -42,6 +42,7 @@ COMMAND = (sys.executable, str(TESTS / "oracles" / "toy_worker.py"))
 CARD = ModelCard(
     name="toy",
     path="toy",
+    digest="",
     context=1024,
     n_params=0,
     created=0,

@@ -33,7 +33,7 @@ from cflow.engine.messages import (
 SAMPLING = SamplingParams(max_tokens=5, logit_bias={3: -1.5}, stop=("a", "b"), n_logprobs=2)
 LOGPROBS = (Logprob(7, -0.25, 0, ((7, -0.25), (8, -2.0))),)
 DOWN: list[Down] = [
-    Hello(1, {"model": "m.cflow", "threads": None, "max_step_ms": 250.0}),
+    Hello(1, {"model": "m.cflow", "threads": None, "max_step_ms": 250.0}, "d1"),
     Submit(1, (1, 2, 3), 2, SAMPLING, "key", -1),
     Cancel(1),
 ]

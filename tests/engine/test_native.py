@@ -144,6 +144,16 @@ def test_header_only_reads_no_weights_and_cannot_run(path: Path) -> None:
         Context(model, **OPTIONS)
 
 
+def test_a_digest_is_that_of_all_weights(model: Model, path: Path, tmp_path: Path) -> None:
+    assert Model(str(path), header_only=True).digest == model.digest
+    others = [
+        RandomModel([{}, dict(EXPERTS)], seed=1).write(tmp_path / "weights.cflow"),
+        RandomModel([{}, dict(EXPERTS)], context=256).write(tmp_path / "context.cflow"),
+    ]
+    digests = {Model(str(other), header_only=True).digest for other in others}
+    assert len(digests | {model.digest}) == 3
+
+
 def test_metadata_and_token_bytes(model: Model) -> None:
     assert model.metadata["name"] == "random"
     assert model.section(const.SectionId.TOKENIZER) == b""

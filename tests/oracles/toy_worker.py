@@ -19,7 +19,7 @@ from cflow.engine.worker import serve
 from oracles.toy_model import EOS, TOKEN_BYTES, ToyContext, toy_vocabulary
 
 
-def load(config: EngineConfig, report: Callable[[str, int, int], None]) -> Loaded:
+def load(config: EngineConfig, _digest: str, report: Callable[[str, int, int], None]) -> Loaded:
     settings = dict(part.split("=") for part in config.model.split())
     report("weights", 1, 2)
     time.sleep(float(settings.get("load_s", 0)))

@@ -223,6 +223,7 @@ class FakeEngine:
         self.card = ModelCard(
             name="fake/model",
             path=Path("fake.cflow"),
+            digest="",
             context=4 * self.context,
             n_params=12,
             created=1_700_000_000,
