@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from typing import TYPE_CHECKING
+
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.routing import APIRoute
@@ -18,6 +21,9 @@ from cflow.server.openapi import describe
 from cflow.server.routes import chat, completions, health, models, page, responses, tokens
 from cflow.server.service import Service
 
+if TYPE_CHECKING:
+    from cflow.server.tracing import Tracing
+
 ROUTERS = (
     completions.router,
     chat.router,
@@ -29,10 +35,28 @@ ROUTERS = (
 )
 
 
+# Where spans go by the standard variables; other OTEL_* hold as well.
+OTLP_ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+
+
 def _check_experts(config: ServerConfig, top_k: int) -> None:
     if config.moe_top_k is not None and config.moe_top_k > top_k:
         has = f"this model uses {top_k}" if top_k else "this model has no experts"
         raise CflowError(f"moe_top_k = {config.moe_top_k}: {has}")
+
+
+def _start_tracing(config: ServerConfig) -> Tracing | None:
+    endpoint = config.otlp_traces_endpoint
+    if endpoint is None and not any(os.environ.get(name) for name in OTLP_ENDPOINTS):
+        return None
+    try:
+        from cflow.server.tracing import Tracing
+    except ModuleNotFoundError as error:
+        raise CflowError(
+            f"otlp_traces_endpoint (or OTEL_EXPORTER_OTLP_ENDPOINT) needs {error.name}, which comes "
+            "with: pip install 'cflow[otel]'"
+        ) from None
+    return Tracing(endpoint, health.version())
 
 
 def create_app(config: ServerConfig, engine: Engine) -> FastAPI:
@@ -41,12 +65,15 @@ def create_app(config: ServerConfig, engine: Engine) -> FastAPI:
     _check_experts(config, engine.card.top_k)
     app = FastAPI(title="cflow", redirect_slashes=False)
     metrics = Metrics(engine)
-    app.state.service = Service(config, engine, metrics)
+    tracing = _start_tracing(config)
+    app.state.service = Service(config, engine, metrics, tracing)
     for router in ROUTERS:
         app.include_router(router)
     install_error_handlers(app)
     describe(app)
     # The last added is the outermost.
+    if tracing is not None:
+        tracing.watch(app)
     app.state.keys = ApiKeys(config.api_keys) if config.api_keys is not None else None
     if app.state.keys is not None:
         app.add_middleware(Authentication, keys=app.state.keys)

@@ -93,6 +93,13 @@ def serve(
         Path | None, typer.Option(help="Certificate in PEM form: serve HTTPS.")
     ] = None,
     tls_key: Annotated[Path | None, typer.Option(help="Its key, if not in the same file.")] = None,
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        typer.Option(
+            help="Where OpenTelemetry traces go, such as http://collector:4318/v1/traces; needs the "
+            "extra otel. Default: nowhere."
+        ),
+    ] = None,
     access_log: Annotated[
         bool | None, typer.Option("--access-log", help="A line for each request.")
     ] = None,
@@ -110,6 +117,7 @@ def serve(
         "max_sequences": max_sequences, "max_body": max_body, "drain_timeout": drain_timeout,
         "access_log": access_log, "cors_origins": cors_origins, "tls_cert": tls_cert,
         "tls_key": tls_key, "moe_top_k": moe_top_k,
+        "otlp_traces_endpoint": otlp_traces_endpoint,
     }  # fmt: skip
     _serve(read_settings(config, flags | engine))
 

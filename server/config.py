@@ -123,6 +123,13 @@ def read_path(value: object) -> Path:
     return value if isinstance(value, Path) else Path(read_text(value)).expanduser()
 
 
+def read_url(value: object) -> str:
+    if not isinstance(value, str) or not _URL.fullmatch(value):
+        raise ValueError("is not of the form http://host:port/path")
+    return value
+
+
+_URL = re.compile(r"https?://[^/\s]+(/\S*)?")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s@?#*]+")
 
 Reader = Callable[[object], Any]
@@ -139,6 +146,7 @@ SERVER_KEYS: dict[str, Reader] = {
     "cors_origins": read_origins,
     "tls_cert": read_path,
     "tls_key": read_path,
+    "otlp_traces_endpoint": read_url,
 }
 ENGINE_KEYS: dict[str, Reader] = {
     "model": read_text,
@@ -180,6 +188,7 @@ class ServerConfig:
     tls_cert: Path | None = None  # a file in PEM form; None: no TLS
     tls_key: Path | None = None  # None: in the same file
     moe_top_k: int | None = None  # of requests that do not say; None: as the model says
+    otlp_traces_endpoint: str | None = None  # where spans go; None: as OTEL_* say, or nowhere
 
 
 # Where a field is not called like its key: it carries the unit.

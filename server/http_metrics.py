@@ -54,6 +54,7 @@ class HttpMetrics:
             await self.app(scope, receive, send)
             return
         status, request_id = 499, _request_id(scope)
+        scope.setdefault("state", {})["id"] = request_id.decode()
         started = time.perf_counter()
 
         async def watch(message: Message) -> None:

@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from cflow.engine.messages import Delta, Progress
 from cflow.server.metrics import Metrics
 
+OnEnd = Callable[["AnswerRecord"], None]
+
 
 class AnswerRecord:
-    """Times and counts of one prompt's answer. Times are of time.perf_counter(), 0 if not yet."""
+    """Times and counts of one prompt's answer. Times are of time.perf_counter(), 0 if not yet. on_end
+    is called once it is over."""
 
-    def __init__(self, metrics: Metrics, n_prompt: int, n_choices: int, max_tokens: int) -> None:
+    def __init__(
+        self,
+        metrics: Metrics,
+        n_prompt: int,
+        n_choices: int,
+        max_tokens: int,
+        on_end: OnEnd | None = None,
+    ) -> None:
         self._metrics = metrics
-        self._arrived = time.perf_counter()
+        self._on_end = on_end
         self._last = [0.0] * n_choices
-        self._n_open = n_choices
+        self.arrived = time.perf_counter()
+        self.reasons: list[str] = []  # why choices are over
         self.n_prompt = n_prompt
         self.n_cached = 0
         self.n_done = 0  # prompt tokens, the cached ones too
@@ -24,6 +35,7 @@ class AnswerRecord:
         self.started = 0.0  # with the prompt
         self.first = 0.0  # the prompt is done, and with it the first token
         self.last = 0.0  # the newest token
+        self.ended = 0.0
         metrics.received.inc(n_choices)
         metrics.prompt_tokens.observe(n_prompt)
         metrics.n_choices.observe(n_choices)
@@ -42,33 +54,41 @@ class AnswerRecord:
             self.n_cached = delta.n_cached
         if not self.first and (delta.tokens or delta.n_cached is not None):
             self.first = self.last = now
-            self.started = self.started or self._arrived
+            self.started = self.started or self.arrived
             self.n_done = self.n_prompt
         if delta.tokens:
             if not any(self.n_tokens):
-                self._metrics.first_token_s.observe(now - self._arrived)
+                self._metrics.first_token_s.observe(now - self.arrived)
             if self.n_tokens[delta.choice]:
                 self._metrics.between_tokens_s.observe(now - self._last[delta.choice])
             self._last[delta.choice] = self.last = now
             self.n_tokens[delta.choice] += len(delta.tokens)
             self._metrics.tokens.add(len(delta.tokens))
         if delta.finish is not None:
-            self._n_open -= 1
-            self._metrics.over[delta.finish.reason].inc()
-            self._metrics.finished.add(1)
+            self._close(delta.finish.reason, 1)
 
     def end(self, reason: str) -> None:
         """reason: what became of the choices that have not finished."""
         metrics, now = self._metrics, time.perf_counter()
-        metrics.over[reason].inc(self._n_open)
-        metrics.finished.add(self._n_open)
-        metrics.whole_s.observe(now - self._arrived)
+        self._close(reason, len(self.n_tokens) - len(self.reasons))
+        metrics.whole_s.observe(now - self.arrived)
         for n_tokens in self.n_tokens:
             metrics.generation_tokens.observe(n_tokens)
         metrics.most_generation_tokens.observe(max(self.n_tokens))
-        if not self.first:
-            return
-        metrics.queue_s.observe(self.started - self._arrived)
+        if self.first:
+            self._observe_phases(now)
+        self.ended = now
+        if self._on_end is not None:
+            self._on_end(self)
+
+    def _close(self, reason: str, n: int) -> None:
+        self.reasons += [reason] * n
+        self._metrics.over[reason].inc(n)
+        self._metrics.finished.add(n)
+
+    def _observe_phases(self, now: float) -> None:
+        metrics = self._metrics
+        metrics.queue_s.observe(self.started - self.arrived)
         metrics.prefill_s.observe(self.first - self.started)
         metrics.decode_s.observe(now - self.first)
         metrics.inference_s.observe(now - self.started)

@@ -141,6 +141,8 @@ async def _serve_engine(config: ServerConfig, engine: Engine, sock: socket.socke
     finally:
         loading.cancel()
         shutdown.cancel()
+        if tracing := app.state.service.tracing:
+            tracing.close()
     with suppress(asyncio.CancelledError):
         await loading
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import Request, Response
 
@@ -15,9 +15,12 @@ from cflow.server.config import ServerConfig
 from cflow.server.generation import Generation
 from cflow.server.metrics import Metrics
 from cflow.server.prompts import Prompt
-from cflow.server.records import AnswerRecord
+from cflow.server.records import AnswerRecord, OnEnd
 from cflow.server.schemas import REF, AnyBody, Body, Sampling, ignored_header, parse
 from cflow.server.sse import Events, EventStream
+
+if TYPE_CHECKING:
+    from cflow.server.tracing import Tracing
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +28,7 @@ class Service:
     config: ServerConfig
     engine: Engine
     metrics: Metrics
+    tracing: Tracing | None
 
     async def read(self, request: Request, kind: type[AnyBody]) -> tuple[AnyBody, dict[str, str]]:
         """The request's body, and headers for its answer. Checks that the engine can serve."""
@@ -59,7 +63,9 @@ class Service:
             timeout_s=ask.timeout_s,
         )
         records = [
-            AnswerRecord(self.metrics, len(prompt.ids), n_choices, how.max_tokens)
+            AnswerRecord(
+                self.metrics, len(prompt.ids), n_choices, how.max_tokens, self._follow(request, how)
+            )
             for prompt, how in zip(prompts, sampling, strict=True)
         ]
         ready = self.engine.ready
@@ -69,6 +75,11 @@ class Service:
             n_experts=sampling[0].n_experts or self.engine.card.top_k,
             n_deferred=ready.n_deferred if ready else 0,
         )
+
+    def _follow(self, request: Request, how: SamplingParams) -> OnEnd | None:
+        if self.tracing is None:
+            return None
+        return self.tracing.follow(self.engine.card.name, request.scope["state"]["id"], how)
 
     def stream(self, events: Events, generation: Generation, headers: dict[str, str]) -> Response:
         """The answer as a stream of these events of it, its end included."""

@@ -30,6 +30,7 @@ class Live:
         config = config or server_config({})
         app = create_app(config, engine)  # type: ignore[arg-type]
         self.metrics = app.state.service.metrics
+        self.tracing = app.state.service.tracing
         self.tls = read_certificate(config.tls_cert, config.tls_key)
         self._server = http_server(app, self.tls)
         self._thread = threading.Thread(target=self._run)

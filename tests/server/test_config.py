@@ -48,6 +48,7 @@ def test_every_key_has_an_environment_name() -> None:
         "host": "h", "port": "0", "api_keys": "/k", "max_body": "2M", "ping": "1.5",
         "drain_timeout": "7", "access_log": "yes", "moe_top_k": "3",
         "cors_origins": "http://a, https://b.c:8", "tls_cert": "/c", "tls_key": "/d",
+        "otlp_traces_endpoint": "https://otel:4318/v1/traces",
     }  # fmt: skip
     assert good.keys() == ENGINE_KEYS.keys() | SERVER_KEYS.keys()
     environ = {f"CFLOW_{key.upper()}": value for key, value in good.items()}
