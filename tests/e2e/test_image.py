@@ -43,17 +43,22 @@ def image() -> None:
 class Box:
     """A running container of the image with one CPU and 2 GiB."""
 
-    def __init__(self) -> None:
+    def __init__(self, scheme: str = "http", *flags: str) -> None:
         with socket.create_server(("127.0.0.1", 0)) as sock:
             self.port = sock.getsockname()[1]
         started = podman(
             "run", "--detach", *STRICT, "--cpus=1", "--memory=2g", f"--env=CFLOW_PORT={self.port}",
-            IMAGE, "serve", "tinystories",
+            *flags, IMAGE, "serve", "tinystories",
         )  # fmt: skip
         assert started.returncode == 0, started.stderr
         self.name = started.stdout.strip()
-        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=30)
+        url = f"{scheme}://127.0.0.1:{self.port}"
+        self.http = httpx.Client(base_url=url, timeout=30, verify=False)
         assert wait_for(self.is_ready, 60), self.log()
+
+    def close(self) -> None:
+        self.http.close()
+        podman("rm", "--force", "--volumes", self.name)
 
     def is_ready(self) -> bool:
         try:
@@ -72,8 +77,7 @@ class Box:
 def box() -> Iterator[Box]:
     box = Box()
     yield box
-    box.http.close()
-    podman("rm", "--force", "--volumes", box.name)
+    box.close()
 
 
 def stream(box: Box, **fields: Any) -> list[str]:
@@ -115,6 +119,27 @@ def test_its_health_check_asks_the_server(box: Box) -> None:
     assert kind == "CMD"
     for port, code in ((box.port, 0), (1, 1)):
         assert podman("exec", f"--env=CFLOW_PORT={port}", box.name, *check).returncode == code
+
+
+def test_it_is_healthy_with_tls_and_keys(tmp_path: Path) -> None:
+    cert = tmp_path / "cert.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj",
+         "/CN=elsewhere", "-keyout", str(tmp_path / "key.pem"), "-out", str(cert)],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    cert.write_text(cert.read_text() + (tmp_path / "key.pem").read_text())
+    (tmp_path / "keys").write_text("alice: secret\n")
+    tmp_path.chmod(0o755)
+    box = Box(
+        "https", f"--volume={tmp_path}:/secret:ro", "--env=CFLOW_TLS_CERT=/secret/cert.pem",
+        "--env=CFLOW_API_KEYS=/secret/keys",
+    )  # fmt: skip
+    try:
+        assert podman("healthcheck", "run", box.name).returncode == 0
+        assert box.http.post("/v1/completions", json={"prompt": "a"}).status_code == 401
+    finally:
+        box.close()
 
 
 def test_stopping_it_ends_its_streams_whole(box: Box) -> None:

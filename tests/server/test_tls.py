@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import ssl
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +84,26 @@ def test_a_new_certificate_is_for_new_connections(serve: Any, tmp_path: Path) ->
         assert client.get("/live").status_code == 200
     with trusting(live, tmp_path / "old.pem") as client, pytest.raises(httpx.ConnectError):
         client.get("/live")
+
+
+def check_health(**environment: str) -> int:
+    """The exit status of the container's health check."""
+    command = [sys.executable, "-m", "cflow.server.healthcheck"]
+    return subprocess.run(command, env=os.environ | environment, timeout=20).returncode
+
+
+def test_the_health_check_asks_with_and_without_tls(serve: Any, tmp_path: Path) -> None:
+    cert, key = make_pair(tmp_path, "elsewhere")
+    keys = tmp_path / "keys"
+    keys.write_text("k\n")
+    secret = {"tls_cert": cert, "tls_key": key, "api_keys": keys}
+    for live in (serve(), serve(**secret)):
+        port = str(live.port)
+        assert check_health(CFLOW_PORT=port, CFLOW_HOST="127.0.0.1") == 0
+        assert check_health(CFLOW_PORT=port, CFLOW_TLS_CERT=str(cert)) == 0
+        live.engine.state = "loading"
+        assert check_health(CFLOW_PORT=port, http_proxy=f"http://127.0.0.1:{port}") == 1
+    assert check_health(CFLOW_PORT="1") == 1
 
 
 def test_files_of_no_use(tmp_path: Path) -> None:
