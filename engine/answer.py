@@ -13,9 +13,10 @@ from cflow.engine.messages import Delta, Progress
 class Outbox:
     """What has come for a request and was not read yet; at most its max_tokens for each choice."""
 
-    __slots__ = ("_events", "_waiter", "error", "n_ahead", "n_open")
+    __slots__ = ("_events", "_waiter", "error", "key", "n_ahead", "n_open")
 
-    def __init__(self, n_choices: int) -> None:
+    def __init__(self, n_choices: int, key: str = "") -> None:
+        self.key = key  # whose request
         self.n_open = n_choices  # choices without a Finish
         self.error: EngineError | None = None
         self.n_ahead: int | None = None  # in the queue

@@ -163,16 +163,31 @@ class Engine:
         self._worker.send(
             Submit(request_id, tuple(prompt), n_choices, sampling, key, priority, place, deadline)
         )
-        outbox = self._outboxes[request_id] = Outbox(n_choices)
+        outbox = self._outboxes[request_id] = Outbox(n_choices, key)
         return Answer(request_id, outbox, self._cancel)
 
-    def check_room(self, n_answers: int) -> None:
-        """EngineError "queue_full" if so many more may not wait."""
-        if self._n_answers + n_answers > self.capacity:
+    def check_room(self, n_answers: int, key: str | None = None) -> None:
+        """EngineError "queue_full" if so many more may not wait. key: one of several, which share the
+        room: "key_queue_full" if it would hold more answers than it leaves free."""
+        n_free = self.capacity - self._n_answers - n_answers
+        if n_free < 0:
             raise EngineError(
                 "queue_full",
                 f"{self.queue_depth} answers are waiting, and {n_answers} more are asked for; at most "
                 f"{self.config.max_queue} may wait",
+            )
+        if key is not None:
+            self._check_share(key, n_answers, n_free)
+
+    def _check_share(self, key: str, n_answers: int, n_free: int) -> None:
+        """So one key alone gets half of the room, two a third each, and what is left is for those that
+        come. The last answer does not count, or the last free place would be nobody's."""
+        n_held = sum(outbox.n_open for outbox in self._outboxes.values() if outbox.key == key)
+        if n_held + n_answers - 1 > n_free:
+            raise EngineError(
+                "key_queue_full",
+                f"this API key has {n_held} answers running or waiting, and {n_answers} more are asked "
+                f"for: that would leave {n_free} places to all other keys",
             )
 
     def _check(self, prompt: Sequence[int], n_choices: int, sampling: SamplingParams) -> None:

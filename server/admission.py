@@ -76,21 +76,21 @@ def submit_all(
     *,
     n_choices: int,
     key: str,
+    is_shared: bool,
     priority: int,
     timeout_s: float | None,
 ) -> list[Answer]:
-    """One answer a prompt, all or none."""
+    """One answer a prompt, all or none. is_shared: with other keys."""
     n_answers = len(prompts) * n_choices
-    if n_answers > engine.capacity:
-        message = (
-            f"n: {n_answers} answers in one request; this server has room for {engine.capacity}."
-        )
+    most = (engine.capacity + 1) // 2 if is_shared else engine.capacity
+    if n_answers > most:
+        message = f"n: {n_answers} answers in one request; this server has room for {most}."
         raise RequestError(message, param="n")
     if not engine.queue_depth:
         metrics.finished.restart()  # idle seconds say nothing about how fast a queue drains
     answers: list[Answer] = []
     try:
-        engine.check_room(n_answers)
+        engine.check_room(n_answers, key if is_shared else None)
         for prompt, how in zip(prompts, sampling, strict=True):
             answer = engine.submit(
                 prompt.ids,

@@ -66,7 +66,8 @@ def create_app(config: ServerConfig, engine: Engine) -> FastAPI:
     app = FastAPI(title="cflow", redirect_slashes=False)
     metrics = Metrics(engine)
     tracing = _start_tracing(config)
-    app.state.service = Service(config, engine, metrics, tracing)
+    keys = ApiKeys(config.api_keys) if config.api_keys is not None else None
+    app.state.service = Service(config, engine, metrics, tracing, keys)
     for router in ROUTERS:
         app.include_router(router)
     install_error_handlers(app)
@@ -74,9 +75,8 @@ def create_app(config: ServerConfig, engine: Engine) -> FastAPI:
     # The last added is the outermost.
     if tracing is not None:
         tracing.watch(app)
-    app.state.keys = ApiKeys(config.api_keys) if config.api_keys is not None else None
-    if app.state.keys is not None:
-        app.add_middleware(Authentication, keys=app.state.keys)
+    if keys is not None:
+        app.add_middleware(Authentication, keys=keys)
     if config.cors_origins:
         app.add_middleware(
             CORSMiddleware,

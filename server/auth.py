@@ -33,6 +33,10 @@ class ApiKeys:
         self._digests = _digests(keys)
         log.info("%s holds %d keys: %s", self._path, len(keys), ", ".join(keys))
 
+    @property
+    def are_several(self) -> bool:
+        return len({name for name, _ in self._digests}) > 1
+
     def find(self, key: bytes) -> str | None:
         """The name of the key, or None. All are compared, however early one matches."""
         digest = sha256(key).digest()

@@ -44,6 +44,7 @@ ENGINE_STATUS = {
     "invalid_request": 400,
     "template_error": 400,
     "queue_full": 429,
+    "key_queue_full": 429,
     "loading": 503,
     "draining": 503,
     "worker_died": 503,

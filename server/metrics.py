@@ -44,7 +44,7 @@ LABELS = ("model_name", "engine")
 ENGINE = "0"
 FINISHED_REASONS = ("stop", "length", "abort", "error")
 FAULT_KINDS = ("io", "cut", "altered", "timed_out")
-REJECTION_REASONS = ("queue_full", "loading", "restarting", "stuck", "draining")
+REJECTION_REASONS = ("queue_full", "key_queue_full", "loading", "restarting", "stuck", "draining")
 Family = type[CounterMetricFamily] | type[GaugeMetricFamily]
 
 

@@ -22,6 +22,7 @@ from cflow.server.auth import ApiKeys
 from cflow.server.config import ServerConfig
 from cflow.server.progress import announce, console, wait_ready
 from cflow.server.protocol import Protocol
+from cflow.server.service import Service
 from cflow.server.tls import load_certificate, read_certificate
 
 CLOSE_S = 5  # what connections get to end once all answers are over
@@ -127,6 +128,7 @@ async def _serve(config: ServerConfig) -> None:
 
 async def _serve_engine(config: ServerConfig, engine: Engine, sock: socket.socket) -> None:
     app = create_app(config, engine)
+    service: Service = app.state.service
     tls = read_certificate(config.tls_cert, config.tls_key)
     server = http_server(app, tls)
     shutdown = Shutdown(server, engine, config.drain_timeout_s)
@@ -134,15 +136,15 @@ async def _serve_engine(config: ServerConfig, engine: Engine, sock: socket.socke
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, shutdown.on_signal)
     if config.api_keys or tls:
-        loop.add_signal_handler(signal.SIGHUP, reload_files, config, app.state.keys, tls)
+        loop.add_signal_handler(signal.SIGHUP, reload_files, config, service.keys, tls)
     loading = asyncio.create_task(_load(engine, server, _address(sock, tls)))
     try:
         await server.serve(sockets=[sock])
     finally:
         loading.cancel()
         shutdown.cancel()
-        if tracing := app.state.service.tracing:
-            tracing.close()
+        if service.tracing is not None:
+            service.tracing.close()
     with suppress(asyncio.CancelledError):
         await loading
 

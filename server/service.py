@@ -10,6 +10,7 @@ from fastapi import Request, Response
 from cflow.engine.engine import Engine
 from cflow.engine.messages import SamplingParams
 from cflow.server.admission import check_model, check_priority, check_ready, submit_all
+from cflow.server.auth import ApiKeys
 from cflow.server.body import decode_object, read_body
 from cflow.server.config import ServerConfig
 from cflow.server.generation import Generation
@@ -29,6 +30,7 @@ class Service:
     engine: Engine
     metrics: Metrics
     tracing: Tracing | None
+    keys: ApiKeys | None
 
     async def read(self, request: Request, kind: type[AnyBody]) -> tuple[AnyBody, dict[str, str]]:
         """The request's body, and headers for its answer. Checks that the engine can serve."""
@@ -37,7 +39,7 @@ class Service:
         ask = parse(kind, body)
         check_model(self.engine, getattr(ask, "model", None))
         if isinstance(ask, Sampling):
-            if self.config.api_keys is not None:
+            if self.keys is not None:
                 check_priority(ask.priority)
             if ask.moe_top_k is None and self.config.moe_top_k is not None:
                 ask = ask.model_copy(update={"moe_top_k": self.config.moe_top_k})
@@ -59,6 +61,7 @@ class Service:
             sampling,
             n_choices=n_choices,
             key=request.scope.get("state", {}).get("key", ""),
+            is_shared=self.keys is not None and self.keys.are_several,
             priority=ask.priority,
             timeout_s=ask.timeout_s,
         )

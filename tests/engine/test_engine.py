@@ -254,6 +254,34 @@ async def test_the_queue_is_bounded() -> None:
         answers.append(engine.submit(PROMPT, sampling=LONG))
 
 
+async def test_a_key_among_several_leaves_as_much_room_as_it_takes() -> None:
+    async with running("step_s=0.01", max_sequences=2, max_queue=10) as engine:
+
+        def put(key: str) -> None:
+            engine.check_room(1, key)
+            kept.append(engine.submit(PROMPT, sampling=LONG, key=key))
+
+        def fill(key: str) -> int:
+            """How many answers it gets in, one by one."""
+            n_before = len(kept)
+            with pytest.raises(EngineError, match="leave") as caught:
+                list(map(put, [key] * 12))
+            assert caught.value.code == "key_queue_full"
+            return len(kept) - n_before
+
+        kept: list[Answer] = []
+        with pytest.raises(EngineError, match="leave 5 places"):
+            engine.check_room(7, "a")
+        assert [fill(key) for key in "abc"] == [6, 3, 2]
+        put("d")
+        with pytest.raises(EngineError, match="answers are waiting") as caught:
+            engine.check_room(1, "e")
+        assert caught.value.code == "queue_full"
+        kept[0].cancel()
+        await error_of(kept[0])
+        engine.check_room(1, "e")
+
+
 async def test_who_waits_is_told_how_many_go_first() -> None:
     async with running("step_s=0.01", max_sequences=1) as engine:
         runs, *waiting = [engine.submit(PROMPT, sampling=LONG) for _ in range(3)]

@@ -246,11 +246,12 @@ class FakeEngine:
         self.queue_depth = 0
         self.capacity = 1024
         self.calls: list[Call] = []
+        self.sharers: list[str | None] = []  # of check_room
         self.answers: list[FakeAnswer] = []
         self.drained = asyncio.Event()
 
-    def check_room(self, n_answers: int) -> None:
-        pass
+    def check_room(self, n_answers: int, key: str | None = None) -> None:
+        self.sharers.append(key)
 
     def submit(
         self,
