@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -129,8 +128,6 @@ def _serve(settings: dict[str, Any]) -> None:
     config = server_config(settings)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s")
     logging.getLogger("cflow.access").disabled = not config.access_log
-    # Until the server has its own: the first process of a container is not ended by default.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     reference = config.engine.model
     listen(config.host, config.port).close()  # a port in use is told before a long download
     if "model" in settings:
@@ -151,13 +148,10 @@ for command in (
 app.add_typer(lab.app, name="lab")
 
 
-def main() -> None:
+def run() -> None:
     """Runs the command; an expected error is one line and exit code 1."""
     try:
         app()
     except CflowError as error:
         console.print(f"cflow: error: {error}", markup=False)
         sys.exit(1)
-    except KeyboardInterrupt:
-        console.print("cflow: interrupted")
-        sys.exit(130)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -206,6 +208,29 @@ def test_an_error_is_one_line_and_exit_code_1() -> None:
     assert done.stderr.count("\n") == 1
     assert "missing.cflow" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("number", "command", "status"),
+    [(signal.SIGINT, "serve", 130), (signal.SIGTERM, "serve", 0), (signal.SIGTERM, "convert", 143)],
+)
+def test_signals_before_the_imports_are_done(
+    number: signal.Signals, command: str, status: int, tmp_path: Path
+) -> None:
+    """What is imported first takes for ever here."""
+    slow = "import sys, time\nprint('importing', flush=True)\ntime.sleep(60)\n"
+    (tmp_path / "typer.py").write_text(slow)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cflow.server", command],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == "importing\n"
+    process.send_signal(number)
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == status
+    assert said == ("cflow: interrupted\n" if number == signal.SIGINT else "")
 
 
 def test_a_port_in_use_is_told_before_the_model_is_looked_for() -> None:
