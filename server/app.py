@@ -63,7 +63,7 @@ def create_app(config: ServerConfig, engine: Engine) -> FastAPI:
     """The server's application over a started engine. All state is in app.state.service. CflowError
     if the configuration does not go with the model, or names files that are of no use."""
     _check_experts(config, engine.card.top_k)
-    app = FastAPI(title="cflow", redirect_slashes=False)
+    app = FastAPI(title="cflow", redirect_slashes=False, docs_url=None, redoc_url=None)
     metrics = Metrics(engine)
     tracing = _start_tracing(config)
     keys = ApiKeys(config.api_keys) if config.api_keys is not None else None

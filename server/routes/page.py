@@ -41,7 +41,7 @@ async def show_root(request: Request) -> Response:
         "version": version(),
         "model": service_of(request).engine.card.name,
         "api": ["/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize"],
-        "docs": "/docs",
+        "openapi": "/openapi.json",
     }
     return Response(encode(body), media_type="application/json", headers={"Vary": "Accept"})
 

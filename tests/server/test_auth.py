@@ -55,7 +55,7 @@ def test_refusal(live: Live) -> None:
     for response in (
         live.complete(prompt="a"),
         live.client.get("/v1/nope"),
-        live.client.get("/docs"),
+        live.client.get("/openapi.json"),
     ):
         assert response.status_code == 401
         assert response.headers["www-authenticate"] == "Bearer"
