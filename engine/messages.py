@@ -237,6 +237,7 @@ class Stats(msgspec.Struct, frozen=True, tag="stats", kw_only=True):
     prefix_queries: int = 0  # prompt tokens looked up
     prefix_hits: int = 0  # prompt tokens found
     preemptions: int = 0
+    preemptions_memory: int = 0  # of these, for want of KV blocks
     drafts: int = 0  # times that guesses were run for a sequence
     guesses: int = 0
     right_at: tuple[int, ...] = ()  # of the first guesses, second ones, ...: those that were right

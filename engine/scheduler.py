@@ -30,13 +30,15 @@ Phase = Literal["queue", "prefill", "decode"]
 @dataclass(slots=True)
 class Counters:
     """Totals. Tokens of the prompts looked up in the prefix cache and found there count once per
-    request, however often it is set back. drafts: times that guesses were run for a sequence;
+    request, however often it is set back. preemptions_memory: of all preemptions, those for want of
+    blocks; the others gave their slot to who had more of a claim. drafts: times that guesses were run for a sequence;
     right_at: of the first guesses, second ones and so on, those that were right."""
 
     prompt_tokens: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
     preemptions: int = 0
+    preemptions_memory: int = 0
     drafts: int = 0
     guesses: int = 0
     right_at: list[int] = field(default_factory=lambda: [0] * MOST)
@@ -270,6 +272,7 @@ class Scheduler:
         while not self._extend(sequence, batch):
             victim = self._running[-1]
             self._preempt(victim)
+            self.counters.preemptions_memory += 1
             if victim is sequence:
                 return False
         batch.rebound.append(sequence)

@@ -79,6 +79,7 @@ class StatsKeeper:
             prefix_queries=counters.prefix_queries,
             prefix_hits=counters.prefix_hits,
             preemptions=counters.preemptions,
+            preemptions_memory=counters.preemptions_memory,
             drafts=counters.drafts,
             guesses=counters.guesses,
             right_at=tuple(counters.right_at),

@@ -180,6 +180,10 @@ class EngineCollector(Collector):
         cancelled = {p: getattr(stats, f"cancelled_{p}") for p in ("queue", "prefill", "decode")}
         text = "Requests cancelled, by phase."
         yield self._by(CounterMetricFamily, "cflow_cancelled", text, "phase", cancelled)
+        memory = stats.preemptions_memory
+        set_back = {"memory": memory, "turn": stats.preemptions - memory}
+        text = "Sequences set back, for want of KV memory or as it was another's turn."
+        yield self._by(CounterMetricFamily, "cflow_preemptions", text, "reason", set_back)
         right = {str(i): n for i, n in enumerate(stats.right_at or [0] * MOST)}
         name, text = (
             "vllm:spec_decode_num_accepted_tokens_per_pos",

@@ -100,6 +100,40 @@ def test_promtool_accepts_the_metrics_but_for_names_that_others_gave(server: Ser
     assert [line for line in complaints if not line.startswith("vllm:")] == []
 
 
+@pytest.mark.parametrize(("reason", "fires"), [("memory", True), ("turn", False)])
+def test_only_want_of_memory_is_told_as_such(tmp_path: Path, reason: str, fires: bool) -> None:
+    series = f'cflow_preemptions_total{{instance="i", job="cflow", reason="{reason}"}}'
+    told = [
+        {
+            "exp_labels": {
+                "severity": "warning",
+                "instance": "i",
+                "job": "cflow",
+                "reason": reason,
+            },
+            "exp_annotations": {"summary": "i sets running answers back for want of KV memory"},
+        }
+    ]
+    check = {
+        "rule_files": [str(RULES)],
+        "tests": [
+            {
+                "interval": "1m",
+                "input_series": [{"series": series, "values": "0+1x60"}],
+                "alert_rule_test": [
+                    {"eval_time": "30m", "alertname": "CflowKvFull", "exp_alerts": told[:fires]}
+                ],
+            }
+        ],
+    }
+    file = tmp_path / "rules.json"  # which is YAML
+    file.write_text(json.dumps(check))
+    done = subprocess.run(
+        [need("promtool"), "test", "rules", str(file)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 class Prometheus:
     def __init__(self, program: str, target: Server, folder: Path) -> None:
         config = folder / "prometheus.yml"

@@ -44,7 +44,7 @@ def test_every_name_is_there_from_the_first_second(serve: Any) -> None:
         "vllm:request_generation_tokens", "vllm:request_max_num_generation_tokens",
         "vllm:request_params_max_tokens", "vllm:request_params_n",
         "cflow_generation_tokens_per_second", "cflow_read_bytes", "cflow_huge_page_ratio",
-        "cflow_worker_restarts", "cflow_queue_rejections", "cflow_cancelled", "cflow_threads",
+        "cflow_worker_restarts", "cflow_preemptions", "cflow_queue_rejections", "cflow_cancelled", "cflow_threads",
         "cflow_expert_cache_hits", "cflow_expert_cache_misses", "cflow_expert_cache_bytes",
         "cflow_expert_cache_capacity_bytes", "cflow_expert_evictions",
         "cflow_expert_prefetch_issued", "cflow_expert_prefetch_useful",
@@ -76,6 +76,14 @@ def test_a_request_is_counted(serve: Any) -> None:
     assert live.metric(f"cflow_generation_tokens_per_second{{{MODEL}}}") == 1.0
     handler = '{handler="/v1/completions",method="POST",status="2xx"}'
     assert live.metric(f"http_requests_total{handler}") == 2
+
+
+def test_preemptions_are_told_apart(serve: Any) -> None:
+    live: Live = serve()
+    live.engine.stats = Stats(preemptions=7, preemptions_memory=2)
+    assert live.metric(f"vllm:num_preemptions_total{{{MODEL}}}") == 7
+    set_back = 'cflow_preemptions_total{{engine="0",model_name="fake/model",reason="{}"}}'
+    assert [live.metric(set_back.format(reason)) for reason in ("memory", "turn")] == [2, 5]
 
 
 def test_guesses_are_counted_by_how_far_ahead_they_were(serve: Any) -> None:
