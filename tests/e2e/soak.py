@@ -2,6 +2,7 @@
 
     make soak                                  30 minutes, a kill every 3, SmolLM2 (or tinystories offline)
     make soak FLAGS="--minutes 5 --kill-every 60"
+    make soak FLAGS=--record                   also writes docs/results/soak.json and its table in the docs
 
 Clients stream, ask for whole answers, send batches and long prompts, and leave in the middle. Every
 answer is compared with what the server said to the same request before the load: same bits whatever
@@ -16,6 +17,7 @@ import asyncio
 import json
 import os
 import random
+import re
 import signal
 import statistics
 import sys
@@ -34,8 +36,11 @@ from cflow.engine.errors import ModelError
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "docs" / "results" / "soak.json"
+PAGE = ROOT / "docs" / "operations.md"
+TABLE = re.compile(r"(<!-- make soak -->\n).*?(<!-- end -->)", re.DOTALL)
 HUNG_S = 60.0  # an answer takes seconds, a restart too
 WARM = 1 / 6  # of the time, before memory is looked at
+GROWN = 1.1  # memory after it that is not flat
 ALLOWED = {500, 503}  # while a worker is dead
 STORY = "Once upon a time there was a little dog who lived in a big house by the sea. "
 
@@ -50,7 +55,7 @@ class Ask:
 
 @dataclass
 class Report:
-    """What happened. memory: bytes by process and second."""
+    """What happened. front_bytes, worker_bytes: of memory, by second."""
 
     minutes: float
     clients: int
@@ -71,13 +76,48 @@ class Report:
         return statistics.median(steady[-part:]) / statistics.median(steady[:part])
 
     def summary(self) -> dict[str, Any]:
-        found = asdict(self)
+        found = asdict(self) | {"done": dict(self.done), "failed": dict(self.failed)}
         for who in ("front", "worker"):
             samples = found.pop(f"{who}_bytes")
             found[f"{who}_memory_growth"] = round(self.growth(samples), 3)
-            found[f"{who}_memory_peak"] = max(samples)
+            found[f"{who}_memory_mib"] = [n >> 20 for n in samples[::60]]
         found["recovery_s"] = [round(seconds, 2) for seconds in self.recovery_s]
         return found
+
+
+def table(found: dict[str, Any]) -> str:
+    """A summary in Markdown."""
+    recovery = sorted(found["recovery_s"])
+    rows = {
+        "model, load": f"{found['model']}, {found['clients']} clients for {found['minutes']:g} minutes",
+        "answers": ", ".join(f"{n:,} {way}" for way, n in found["done"].items()),
+        "tokens": f"{found['tokens']:,}",
+        "wrong answers": len(found["wrong"]),
+        "hung clients": len(found["hung"]),
+        "workers killed": found["kills"],
+        "answers that failed around a kill": ", ".join(
+            f"{n} {code}" for code, n in found["failed"].items()
+        ),
+        "from a kill to the next answer": f"{statistics.median(recovery):.2f} s (median), "
+        f"{recovery[-1]:.2f} s (longest)"
+        if recovery
+        else "-",
+    }
+    for who, name in (("front", "front end"), ("worker", "worker")):
+        memory = found[f"{who}_memory_mib"]
+        rows[f"memory of the {name}"] = (
+            f"{min(memory):,} to {max(memory):,} MiB, the last minutes "
+            f"{found[f'{who}_memory_growth']:g} times the first ones after the warm-up"
+        )
+    return "".join(
+        f"| {name} | {value} |\n" for name, value in [("", ""), ("---", "---"), *rows.items()]
+    )
+
+
+def record(found: dict[str, Any]) -> None:
+    """Into the docs."""
+    RESULTS.write_text(json.dumps(found, indent=2) + "\n")
+    PAGE.write_text(TABLE.sub(lambda m: m[1] + table(found) + m[2], PAGE.read_text()))
 
 
 def bodies(context: int) -> list[dict[str, Any]]:
@@ -277,6 +317,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--kill-every", type=float, default=180, metavar="SECONDS")
     parser.add_argument("--clients", type=int, default=12)
+    parser.add_argument("--record", action="store_true")
     flags = parser.parse_args()
     try:
         model = hub.resolve("smollm2-135m")
@@ -286,8 +327,12 @@ def main() -> None:
     found = soak(model, minutes=flags.minutes, kill_every_s=flags.kill_every, clients=flags.clients)
     summary = {"model": model.stem} | found.summary()
     print(json.dumps(summary, indent=2))
-    RESULTS.write_text(json.dumps(summary, indent=2) + "\n")
-    sys.exit(bool(found.wrong or found.hung))
+    if flags.record:
+        record(summary)
+    grown = [who for who in ("front", "worker") if summary[f"{who}_memory_growth"] > GROWN]
+    if grown:
+        print(f"not flat after the first {flags.minutes * WARM:g} minutes: memory of {grown}")
+    sys.exit(bool(found.wrong or found.hung or grown))
 
 
 if __name__ == "__main__":

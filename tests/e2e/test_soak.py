@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import Counter
 from collections.abc import AsyncIterator
+from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
-from soak import Ask, Report, Soak, soak
+import soak as program
+from soak import Ask, Report, Soak, record, soak
 
 from cflow.engine.hub import BUNDLED_FILE
 
@@ -55,6 +58,35 @@ def test_an_error_event_is_seen_however_far_a_client_reads(
     asyncio.run(getattr(one, way)(None, Ask({}, ("abc",)), Random(1)))
     assert one.report.wrong == ["numeric, and nothing had been killed"]
     assert not one.report.done
+
+
+def test_its_figures_are_written_where_they_are_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = tmp_path / "page.md"
+    monkeypatch.setattr(program, "RESULTS", tmp_path / "soak.json")
+    monkeypatch.setattr(program, "PAGE", page)
+    report = Report(
+        30, 12, kills=2, done=Counter(whole=1200, leave=7), failed=Counter(worker_died=3),
+        recovery_s=[1.004, 2.5], front_bytes=[100 << 20] * 60 + [110 << 20] * 60,
+        worker_bytes=[300 << 20] * 120, tokens=5000,
+    )  # fmt: skip
+    summary = {"model": "m"} | report.summary()
+    page.write_text("a\n<!-- make soak -->\n<!-- end -->\nb\n")
+    for _ in range(2):  # the second one in place of the first
+        record(summary)
+    assert json.loads((tmp_path / "soak.json").read_text()) == summary
+    text = page.read_text()
+    assert text.startswith(
+        "a\n<!-- make soak -->\n|  |  |\n| --- | --- |\n| model, load | m, 12 clients"
+    )
+    assert text.endswith("<!-- end -->\nb\n")
+    for row in (
+        "| answers | 1,200 whole, 7 leave |", "| wrong answers | 0 |", "| workers killed | 2 |",
+        "| answers that failed around a kill | 3 worker_died |", "1.75 s (median), 2.50 s (longest)",
+        "| memory of the front end | 100 to 110 MiB, the last minutes 1.1 times",
+    ):  # fmt: skip
+        assert text.count(row) == 1
 
 
 def test_growth_is_seen() -> None:
