@@ -17,12 +17,13 @@ Thinking = Literal["no", "maybe", "begun"]  # when an answer begins
 
 @dataclass(frozen=True, slots=True)
 class CallSyntax:
-    """A call is {"name": ..., key: {...}}. single, several: how calls are written, in Lark over the
-    rules open, close and call."""
+    """A call is {"name": ..., key: {...}}; where there is an infix, it is name infix {...} instead.
+    single, several: how calls are written, in Lark over the rules open, close and call."""
 
     key: str
     open: str
     close: str = ""
+    infix: str = ""
     filling: str = ""  # characters that may stand between calls, besides white space
     is_bare: bool = False  # an answer may be a call without `open`
     single: str = "call"
@@ -46,7 +47,15 @@ MISTRAL = CallSyntax(
     several='open "[" call (", " call)* "]"',
     id_length=9,  # its templates accept no other
 )
-OTHER = ("<function=", "<arg_key>", "[ARGS]")  # calls that are no JSON objects
+MISTRAL_NAMED = CallSyntax(
+    "",
+    "[TOOL_CALLS]",
+    infix="[ARGS]",
+    single="open call",
+    several="(open call)+",
+    id_length=9,
+)
+OTHER = ("<function=", "<arg_key>", "[CALL_ID]")  # ways of which none is known here
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +80,7 @@ class Dialect:
         """Of the marks, those that are special tokens of this model."""
         marks = [THINK, THOUGHT] if self.thinks else []
         if self.calls is not None:
-            marks += filter(None, (self.calls.open, self.calls.close))
+            marks += filter(None, (self.calls.open, self.calls.close, self.calls.infix))
         encoded = {mark: tokenizer.encode(mark, add_bos=False) for mark in marks}
         return {
             mark: ids[0]
@@ -86,7 +95,7 @@ def _syntax(template: str) -> CallSyntax | None:
     if HERMES.open in template:
         return HERMES
     if MISTRAL.open in template:
-        return MISTRAL
+        return MISTRAL_NAMED if MISTRAL_NAMED.infix in template else MISTRAL
     is_llama = LLAMA.open in template or ("<|eot_id|>" in template and '"parameters"' in template)
     return LLAMA if is_llama else None
 
@@ -118,9 +127,11 @@ def grammar_of(form: Form, dialect: Dialect, special: Mapping[str, int]) -> str:
         for i, (name, schema) in enumerate(form.tools.items()):
             parts[f"tool_{i}"] = from_json_schema(schema)
             head = f'{{"name": {json.dumps(name)}, "{syntax.key}": '
-            calls.append(f'{_quote(head)} @tool_{i} "}}"')
+            named, whole = f"{_quote(name)} infix @tool_{i}", f'{_quote(head)} @tool_{i} "}}"'
+            calls.append(named if syntax.infix else whole)
         rules.append("call: " + "\n  | ".join(calls))
-        rules += [f"open: {_mark(syntax.open, special)}", f"close: {_mark(syntax.close, special)}"]
+        for rule in ("open", "close", "infix"):
+            rules.append(f"{rule}: {_mark(getattr(syntax, rule), special)}")
     if form.body is not None and not form.tools and form.thinking == "no":
         return form.body
     start = _before(form.thinking) + "(" + " | ".join(ways) + ")"

@@ -155,8 +155,25 @@ class ReplyReader:
             return False
         elif self._held[0] in _SPACE + syntax.filling:
             self._skip(1)
+        elif syntax.infix:
+            return self._read_name(parts, syntax.infix)
         elif self._held[0] == "{":
             self._object = _Object()
+        else:
+            self._end_section(parts)
+        return True
+
+    def _read_name(self, parts: list[Part], infix: str) -> bool:
+        """Of a tool, and what stands between it and its arguments."""
+        name, mark, rest = self._held.partition(infix)
+        rest = rest.lstrip(_SPACE)
+        is_begun = any((tool + infix).startswith(self._held) for tool in self._tools)
+        is_named = bool(mark) and name in self._tools
+        if is_named and rest.startswith("{"):
+            self._raw += self._held[: len(self._held) - len(rest)]
+            self._held, self._object = rest, _Object(name)
+        elif is_begun or (is_named and not rest):
+            return False
         else:
             self._end_section(parts)
         return True
@@ -212,14 +229,16 @@ class ReplyReader:
 class _Object:
     """A JSON object that comes in pieces, and may be a call."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "") -> None:
+        """name: of the tool whose arguments it is."""
+        self._name = name
         self.text = ""
         self.is_over = False
         self.is_certain = False
         self._depth = 0
         self._in_string = False
         self._is_escaped = False
-        self._ends: list[int] = []  # of its values that are objects or arrays
+        self._ends: list[int] = []  # of what may be arguments: itself, or its objects and arrays
         self._first = self._sent = 0  # where the arguments begin; how far they were given out
 
     def take(self, text: str) -> str:
@@ -236,7 +255,7 @@ class _Object:
                 self._depth += 1
             elif char in "}]":
                 self._depth -= 1
-                if self._depth == 1:
+                if self._depth == (0 if self._name else 1):
                     self._ends.append(len(self.text) + i)
                 if self._depth <= 0:
                     self.text += text[:i]
@@ -247,6 +266,9 @@ class _Object:
 
     def begin_call(self, tools: Collection[str]) -> str | None:
         """The tool's name, once it is certain that it is called."""
+        if self._name:
+            self.is_certain = True
+            return self._name
         head = _HEAD.match(self.text)
         if head is None or (name := _unquote(head[1])) not in tools:
             return None
@@ -258,7 +280,7 @@ class _Object:
         """Seen early, so that JSON which is an answer is not held back."""
         inside = self.text[1:].lstrip(_SPACE)
         key, name = _FIRST_KEY.match(self.text), _NAME.match(self.text)
-        return (
+        return not self._name and (
             inside[:1] not in ("", '"')
             or (key is not None and _unquote(key[1]) not in _KEYS)
             or (name is not None and _unquote(name[1]) not in tools)
@@ -275,6 +297,8 @@ class _Object:
     def call(self, tools: Collection[str]) -> tuple[str, str] | None:
         """Name and arguments, if it is whole and a call."""
         found = _decode(self.text)
+        if self._name:
+            found = {"name": self._name, "arguments": found}
         name = found.get("name") if isinstance(found, dict) else None
         if not isinstance(name, str) or name not in tools:
             return None

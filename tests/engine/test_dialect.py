@@ -4,7 +4,16 @@ from typing import Any
 
 import pytest
 
-from cflow.engine.dialect import HERMES, LLAMA, MISTRAL, CallSyntax, Dialect, Form, grammar_of
+from cflow.engine.dialect import (
+    HERMES,
+    LLAMA,
+    MISTRAL,
+    MISTRAL_NAMED,
+    CallSyntax,
+    Dialect,
+    Form,
+    grammar_of,
+)
 from cflow.engine.grammar import Vocabulary, from_choice, from_json_schema, from_regex
 from cflow.engine.reply import ReplyReader
 from oracles.toy_model import EOS
@@ -17,7 +26,8 @@ TEMPLATES = [
     ('{{ tools }}Respond in the format {"name": x, "parameters": y}.{{ "<|eot_id|>" }}', LLAMA, False),
     ("{% if tools %}<tool_call>\n<function=f>{% endif %}", None, False),
     ("{% if tools %}<tool_call>f<arg_key>{% endif %}", None, False),
-    ("{{ tools }}[TOOL_CALLS]f[ARGS]{}", None, False),
+    ("{{ tools }}[TOOL_CALLS]f[ARGS]{}", MISTRAL_NAMED, False),
+    ("{{ tools }}[TOOL_CALLS]f[CALL_ID]123456789[ARGS]{}", None, False),
     ("<tool_call>", None, False),
     ("{{ messages }}", None, False),
 ]  # fmt: skip
@@ -25,7 +35,7 @@ TOOLS: dict[str, Any] = {
     "f": {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]},
     'g"': {"type": "object", "properties": {}, "additionalProperties": False},
 }
-MARKS = ("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "<think>", "</think>")
+MARKS = ("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>")
 
 
 @pytest.mark.parametrize(("template", "calls", "thinks"), TEMPLATES)
@@ -89,10 +99,12 @@ WAYS = [
     (LLAMA, '{"name": "f", "parameters": {"x": 12}}', None),
     (MISTRAL, '[TOOL_CALLS][{"name": "f", "arguments": {"x": 12}}]',
      '[TOOL_CALLS][{"name": "f", "arguments": {"x": 12}}, {"name": "g\\"", "arguments": {}}]'),
+    (MISTRAL_NAMED, '[TOOL_CALLS]f[ARGS]{"x": 12}',
+     '[TOOL_CALLS]f[ARGS]{"x": 12}[TOOL_CALLS]g"[ARGS]{}'),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("syntax", "one", "more"), WAYS, ids=["hermes", "llama", "mistral"])
+@pytest.mark.parametrize(("syntax", "one", "more"), WAYS, ids=["hermes", "llama", "mistral", "named"])
 def test_forced_calls_are_what_the_reader_reads(
     tokenizer: Any, syntax: CallSyntax, one: str, more: str | None
 ) -> None:
@@ -103,7 +115,7 @@ def test_forced_calls_are_what_the_reader_reads(
     assert accepts(tokenizer, dialect, several, one)
     assert not accepts(tokenizer, dialect, single, "Hello.")
     assert not accepts(tokenizer, dialect, single, one.replace("12", '"12"'))
-    assert not accepts(tokenizer, dialect, single, one.replace('"f"', '"h"'))
+    assert not accepts(tokenizer, dialect, single, one.replace('"f"', '"h"').replace("f[", "h["))
     if two is not None:
         assert accepts(tokenizer, dialect, several, two)
         assert not accepts(tokenizer, dialect, single, two)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cflow.engine.dialect import HERMES, LLAMA, MISTRAL, CallSyntax, Thinking
+from cflow.engine.dialect import HERMES, LLAMA, MISTRAL, MISTRAL_NAMED, CallSyntax, Thinking
 from cflow.engine.reply import Part, ReplyReader
 
 TOOLS = ("get_weather", "f")
@@ -100,6 +100,18 @@ CASES: list[tuple[str, CallSyntax | None, Thinking, Read]] = [
      ("", "[TOOL_CALLS] no", [("f", "{}")], [])),
     ('{"name": "f", "parameters": {}}"{"x": 1} \n', LLAMA, "no", ("", '"{"x": 1} \n', [("f", "{}")], [])),
     ("Look: [TOOL_CALLS] is a word", MISTRAL, "no", ("", "Look: [TOOL_CALLS] is a word", [], [])),
+    ('[TOOL_CALLS]get_weather[ARGS]' + json.dumps(PARIS), MISTRAL_NAMED, "no", ("", "", [CALL], [])),
+    ('Look.[TOOL_CALLS]f[ARGS]{"x": {"y": []}}[TOOL_CALLS]f[ARGS] {}', MISTRAL_NAMED, "no",
+     ("", "Look.", [("f", '{"x": {"y": []}}'), ("f", "{}")], [])),
+    ("[TOOL_CALLS]f[ARGS]{}\nDone.", MISTRAL_NAMED, "no", ("", "Done.", [("f", "{}")], [])),
+    ('[TOOL_CALLS]f[ARGS]{"x": "y', MISTRAL_NAMED, "no",
+     ("", "", [("f", '{"x": "y')], ['[TOOL_CALLS]f[ARGS]{"x": "y'])),
+    ("[TOOL_CALLS]f[ARGS]{x}!", MISTRAL_NAMED, "no",
+     ("", "!", [("f", "{x}")], ["[TOOL_CALLS]f[ARGS]{x}"])),
+    ("[TOOL_CALLS]f[ARGS][1]", MISTRAL_NAMED, "no", ("", "[TOOL_CALLS]f[ARGS][1]", [], [])),
+    ("[TOOL_CALLS]other[ARGS]{}", MISTRAL_NAMED, "no", ("", "[TOOL_CALLS]other[ARGS]{}", [], [])),
+    ("[TOOL_CALLS]f[ARG", MISTRAL_NAMED, "no", ("", "[TOOL_CALLS]f[ARG", [], [])),
+    ("[TOOL_CALLS]f or g", MISTRAL_NAMED, "no", ("", "[TOOL_CALLS]f or g", [], [])),
     # reasoning
     ("<think>\nHm, 2.\n</think>\n\nTwo.", None, "maybe", ("Hm, 2.", "Two.", [], [])),
     ("Hm, 2.\n</think>\n\nTwo.", None, "begun", ("Hm, 2.", "Two.", [], [])),
@@ -155,13 +167,14 @@ def test_content_is_not_held_back_longer_than_needed() -> None:
 PIECES = st.sampled_from(
     ["<tool_call>", "</tool_call>", "{", "}", '{"name": "f", "arguments": ', '{"x": 1}', '"', "\\",
      "\n", " ", "text", "[TOOL_CALLS]", "[", "]", ",", ";", "<|python_tag|>", "<think>", "</think>",
-     '{"name": "f", "parameters": {}}', "<", "é"]
+     '{"name": "f", "parameters": {}}', "<", "é",
+     "f[ARGS]"]
 )  # fmt: skip
 
 
 @given(
     st.lists(PIECES, max_size=12),
-    st.sampled_from([None, HERMES, LLAMA, MISTRAL]),
+    st.sampled_from([None, HERMES, LLAMA, MISTRAL, MISTRAL_NAMED]),
     st.sampled_from(["no", "maybe", "begun"]),
     st.data(),
 )
