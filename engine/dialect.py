@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from cflow.engine import tagged_call
 from cflow.engine.grammar import combine, from_json_schema
 from cflow.engine.tokenizer import Tokenizer
 
@@ -17,14 +18,15 @@ Thinking = Literal["no", "maybe", "begun"]  # when an answer begins
 
 @dataclass(frozen=True, slots=True)
 class CallSyntax:
-    """A call is {"name": ..., key: {...}}; where there is an infix, it is name infix {...} instead.
-    single, several: how calls are written, in Lark over the rules open, close and call."""
+    """A call is {"name": ..., key: {...}}; where there is an infix, it is name infix {...} instead,
+    and where is_tagged, as tagged_call.py has it. single, several: how calls are written, in Lark over the rules open, close and call."""
 
     key: str
     open: str
     close: str = ""
     infix: str = ""
     filling: str = ""  # characters that may stand between calls, besides white space
+    is_tagged: bool = False
     is_bare: bool = False  # an answer may be a call without `open`
     single: str = "call"
     several: str = "call"
@@ -38,6 +40,7 @@ HERMES = CallSyntax(
     single=r'open "\n" call "\n" close',
     several=r'open "\n" call "\n" close ("\n" open "\n" call "\n" close)*',
 )
+QWEN_CODER = replace(HERMES, key="", is_tagged=True)
 LLAMA = CallSyntax("parameters", "<|python_tag|>", filling=";", is_bare=True)
 MISTRAL = CallSyntax(
     "arguments",
@@ -55,7 +58,7 @@ MISTRAL_NAMED = CallSyntax(
     several="(open call)+",
     id_length=9,
 )
-OTHER = ("<function=", "<arg_key>", "[CALL_ID]")  # ways of which none is known here
+OTHER = ("<arg_key>", "[CALL_ID]")  # ways of which none is known here
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +95,9 @@ class Dialect:
 def _syntax(template: str) -> CallSyntax | None:
     if "tools" not in template or any(mark in template for mark in OTHER):
         return None
+    if tagged_call.FUNCTION in template:
+        is_known = HERMES.open in template and tagged_call.PARAMETER in template
+        return QWEN_CODER if is_known else None
     if HERMES.open in template:
         return HERMES
     if MISTRAL.open in template:
@@ -125,10 +131,13 @@ def grammar_of(form: Form, dialect: Dialect, special: Mapping[str, int]) -> str:
         ways.append(syntax.several if form.is_parallel else syntax.single)
         calls = []
         for i, (name, schema) in enumerate(form.tools.items()):
-            parts[f"tool_{i}"] = from_json_schema(schema)
-            head = f'{{"name": {json.dumps(name)}, "{syntax.key}": '
-            named, whole = f"{_quote(name)} infix @tool_{i}", f'{_quote(head)} @tool_{i} "}}"'
-            calls.append(named if syntax.infix else whole)
+            if syntax.is_tagged:
+                call, more = tagged_call.rules_of(f"tool_{i}", name, schema, parts)
+                rules += more
+            else:
+                parts[f"tool_{i}"] = from_json_schema(schema)
+                call = _call(syntax, name, f"@tool_{i}")
+            calls.append(call)
         rules.append("call: " + "\n  | ".join(calls))
         for rule in ("open", "close", "infix"):
             rules.append(f"{rule}: {_mark(getattr(syntax, rule), special)}")
@@ -138,6 +147,13 @@ def grammar_of(form: Form, dialect: Dialect, special: Mapping[str, int]) -> str:
     if form.thinking != "no":
         rules += [f"think: {_mark(THINK, special)}", *_thought(special)]
     return combine("\n".join(["start: " + start, *rules]), parts)
+
+
+def _call(syntax: CallSyntax, name: str, arguments: str) -> str:
+    if syntax.infix:
+        return f"{_quote(name)} infix {arguments}"
+    head = f'{{"name": {json.dumps(name)}, "{syntax.key}": '
+    return f'{_quote(head)} {arguments} "}}"'
 
 
 def _before(thinking: Thinking) -> str:

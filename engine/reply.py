@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from cflow.engine.dialect import THINK, THOUGHT, CallSyntax, Thinking
+from cflow.engine.tagged_call import TaggedCall
 
 Kind = Literal["reasoning", "content", "call", "arguments", "broken"]
 
@@ -38,13 +39,13 @@ class ReplyReader:
     def __init__(
         self,
         syntax: CallSyntax | None,
-        tools: Collection[str],
+        tools: Mapping[str, Any],
         thinking: Thinking,
         max_calls: int | None = None,
     ) -> None:
-        """tools: their names. max_calls: those beyond are dropped."""
+        """tools: schemas of their arguments, by name. max_calls: those beyond are dropped."""
         self._syntax = syntax if tools else None
-        self._tools = frozenset(tools)
+        self._tools = tools
         self._max_calls = max_calls
         self.n_calls = 0
         self.is_thinking = thinking == "begun"
@@ -55,7 +56,7 @@ class ReplyReader:
         self._in_section = False  # of calls
         self._raw = ""  # the section so far, since its last call
         self._is_after_call = False
-        self._object: _Object | None = None
+        self._object: _Object | TaggedCall | None = None
 
     def push(self, text: str) -> list[Part]:
         self._held += text
@@ -155,9 +156,11 @@ class ReplyReader:
             return False
         elif self._held[0] in _SPACE + syntax.filling:
             self._skip(1)
+        elif syntax.is_tagged and self._held[0] == "<":
+            self._object = TaggedCall(self._tools)
         elif syntax.infix:
             return self._read_name(parts, syntax.infix)
-        elif self._held[0] == "{":
+        elif self._held[0] == "{" and not syntax.is_tagged:
             self._object = _Object()
         else:
             self._end_section(parts)
@@ -190,7 +193,7 @@ class ReplyReader:
             parts.append(Part("content", self._raw))
         self._raw, self._in_section = "", False
 
-    def _read_object(self, parts: list[Part], found: _Object) -> bool:
+    def _read_object(self, parts: list[Part], found: _Object | TaggedCall) -> bool:
         self._held = found.take(self._held)
         if not found.is_certain and (name := found.begin_call(self._tools)):
             self._open_call(parts, name)

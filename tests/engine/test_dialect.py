@@ -9,6 +9,7 @@ from cflow.engine.dialect import (
     LLAMA,
     MISTRAL,
     MISTRAL_NAMED,
+    QWEN_CODER,
     CallSyntax,
     Dialect,
     Form,
@@ -24,7 +25,8 @@ TEMPLATES = [
     ("{{ '[AVAILABLE_TOOLS]' }}{% if tools %}[TOOL_CALLS]{% endif %}", MISTRAL, False),
     ("{% if builtin_tools %}{{ '<|python_tag|>' }}{% endif %}{{ tools }}", LLAMA, False),
     ('{{ tools }}Respond in the format {"name": x, "parameters": y}.{{ "<|eot_id|>" }}', LLAMA, False),
-    ("{% if tools %}<tool_call>\n<function=f>{% endif %}", None, False),
+    ("{% if tools %}<tool_call>\n<function=f>\n<parameter=x>{% endif %}", QWEN_CODER, False),
+    ("{% if tools %}<function=f>{}</function>{% endif %}", None, False),
     ("{% if tools %}<tool_call>f<arg_key>{% endif %}", None, False),
     ("{{ tools }}[TOOL_CALLS]f[ARGS]{}", MISTRAL_NAMED, False),
     ("{{ tools }}[TOOL_CALLS]f[CALL_ID]123456789[ARGS]{}", None, False),
@@ -35,7 +37,15 @@ TOOLS: dict[str, Any] = {
     "f": {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]},
     'g"': {"type": "object", "properties": {}, "additionalProperties": False},
 }
-MARKS = ("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>")
+MARKS = (
+    "<tool_call>",
+    "</tool_call>",
+    "<|python_tag|>",
+    "[TOOL_CALLS]",
+    "[ARGS]",
+    "<think>",
+    "</think>",
+)
 
 
 @pytest.mark.parametrize(("template", "calls", "thinks"), TEMPLATES)
@@ -101,21 +111,30 @@ WAYS = [
      '[TOOL_CALLS][{"name": "f", "arguments": {"x": 12}}, {"name": "g\\"", "arguments": {}}]'),
     (MISTRAL_NAMED, '[TOOL_CALLS]f[ARGS]{"x": 12}',
      '[TOOL_CALLS]f[ARGS]{"x": 12}[TOOL_CALLS]g"[ARGS]{}'),
+    (QWEN_CODER, '<tool_call>\n<function=f>\n<parameter=x>\n12\n</parameter>\n</function>\n</tool_call>',
+     '\n<tool_call>\n<function=g">\n</function>\n</tool_call>'),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("syntax", "one", "more"), WAYS, ids=["hermes", "llama", "mistral", "named"])
+@pytest.mark.parametrize(
+    ("syntax", "one", "more"), WAYS, ids=["hermes", "llama", "mistral", "named", "tagged"]
+)
 def test_forced_calls_are_what_the_reader_reads(
     tokenizer: Any, syntax: CallSyntax, one: str, more: str | None
 ) -> None:
     dialect = Dialect(syntax, False)
-    two = None if more is None else one + more if syntax is HERMES else more
+    two = None if more is None else one + more if syntax.close else more
     single, several = Form(None, TOOLS, False, "no"), Form(None, TOOLS, True, "no")
     assert accepts(tokenizer, dialect, single, one)
     assert accepts(tokenizer, dialect, several, one)
     assert not accepts(tokenizer, dialect, single, "Hello.")
     assert not accepts(tokenizer, dialect, single, one.replace("12", '"12"'))
-    assert not accepts(tokenizer, dialect, single, one.replace('"f"', '"h"').replace("f[", "h["))
+    assert not accepts(
+        tokenizer,
+        dialect,
+        single,
+        one.replace('"f"', '"h"').replace("f[", "h[").replace("=f", "=h"),
+    )
     if two is not None:
         assert accepts(tokenizer, dialect, several, two)
         assert not accepts(tokenizer, dialect, single, two)
@@ -123,6 +142,42 @@ def test_forced_calls_are_what_the_reader_reads(
     kinds = [(p.kind, p.text) for p in reader.push(two or one) + reader.flush()]
     assert kinds[:2] == [("call", "f"), ("arguments", '{"x": 12}')]
     assert kinds[2:] == ([("call", 'g"'), ("arguments", "{}")] if two else [])
+
+
+TEXTS: dict[str, tuple[Any, list[str], list[str]]] = {
+    "any": ({"type": "string"}, ["", "a\n</p>\n\nb"], []),
+    "enum": ({"enum": ["a/b", "c (d)"]}, ["a/b", "c (d)"], ["a", ""]),
+    "length": ({"type": "string", "minLength": 2, "maxLength": 3}, ["ab", "abc"], ["a", "abcd"]),
+    "pattern": ({"type": "string", "pattern": "^[a-z]+/[0-9]$"}, ["ab/1"], ["ab1", "ab/12"]),
+    "loose pattern": ({"type": "string", "pattern": "[0-9]"}, ["a1b"], ["ab"]),
+    "number": ({"type": "number"}, ["1.5"], ["x"]),
+    "reference": ({"$ref": "#/$defs/n"}, ["[1, 2]"], ["1"]),
+}
+
+
+@pytest.mark.parametrize("kind", TEXTS)
+def test_forced_arguments_in_tags_fit(tokenizer: Any, kind: str) -> None:
+    schema, good, bad = TEXTS[kind]
+    tool = {
+        "type": "object",
+        "properties": {"x": schema, "y": {"type": "boolean"}},
+        "required": ["x"],
+        "$defs": {"n": {"type": "array", "items": {"type": "integer"}}},
+    }
+    form = Form(None, {"f": tool}, False, "no")
+
+    def call(**arguments: str) -> str:
+        told = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in arguments.items())
+        return f"<tool_call>\n<function=f>\n{told}</function>\n</tool_call>"
+
+    dialect = Dialect(QWEN_CODER, False)
+    for value in good:
+        assert accepts(tokenizer, dialect, form, call(x=value)), value
+        assert accepts(tokenizer, dialect, form, call(x=value, y="true"))
+    for value in bad:
+        assert not accepts(tokenizer, dialect, form, call(x=value)), value
+    assert not accepts(tokenizer, dialect, form, call())
+    assert not accepts(tokenizer, dialect, form, call(x=good[0], y="maybe"))
 
 
 def test_reasoning_comes_before_what_has_a_form(tokenizer: Any) -> None:

@@ -1,17 +1,26 @@
 """Answers taken apart: texts as models write them, cut anywhere."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cflow.engine.dialect import HERMES, LLAMA, MISTRAL, MISTRAL_NAMED, CallSyntax, Thinking
+from cflow.engine.dialect import (
+    HERMES,
+    LLAMA,
+    MISTRAL,
+    MISTRAL_NAMED,
+    QWEN_CODER,
+    CallSyntax,
+    Thinking,
+)
 from cflow.engine.reply import Part, ReplyReader
 
-TOOLS = ("get_weather", "f")
+TOOLS: dict[str, Any] = {"get_weather": {}, "f": {}}
 PARIS = {"city": "Paris", "note": 'a "{" or }'}
 Read = tuple[str, str, list[tuple[str, str]], list[str]]  # reasoning, content, calls, broken
 
@@ -21,7 +30,7 @@ def read(
     syntax: CallSyntax | None,
     thinking: Thinking = "no",
     max_calls: int | None = None,
-    tools: Sequence[str] = TOOLS,
+    tools: Mapping[str, Any] = TOOLS,
 ) -> Read:
     reader = ReplyReader(syntax, tools, thinking, max_calls)
     parts = [part for piece in pieces for part in reader.push(piece)] + reader.flush()
@@ -46,6 +55,12 @@ def hermes(name: str, arguments: object) -> str:
     """As Qwen's template writes it."""
     call = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
     return f"<tool_call>\n{call}\n</tool_call>"
+
+
+def tagged(name: str, **arguments: str) -> str:
+    """As Qwen3-Coder's template writes it."""
+    told = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in arguments.items())
+    return f"<tool_call>\n<function={name}>\n{told}</function>\n</tool_call>"
 
 
 CALL = ("get_weather", json.dumps(PARIS))
@@ -112,6 +127,18 @@ CASES: list[tuple[str, CallSyntax | None, Thinking, Read]] = [
     ("[TOOL_CALLS]other[ARGS]{}", MISTRAL_NAMED, "no", ("", "[TOOL_CALLS]other[ARGS]{}", [], [])),
     ("[TOOL_CALLS]f[ARG", MISTRAL_NAMED, "no", ("", "[TOOL_CALLS]f[ARG", [], [])),
     ("[TOOL_CALLS]f or g", MISTRAL_NAMED, "no", ("", "[TOOL_CALLS]f or g", [], [])),
+    # Qwen3-Coder
+    (tagged("f", x="1", note="a <b>\n</b>"), QWEN_CODER, "no",
+     ("", "", [("f", '{"x": 1, "note": "a <b>\\n</b>"}')], [])),
+    ("I look.\n\n" + tagged("f") + "\n" + tagged("get_weather", city="Paris") + "\nDone.", QWEN_CODER, "no",
+     ("", "I look.Done.", [("f", "{}"), ("get_weather", '{"city": "Paris"}')], [])),
+    ("<tool_call><function=f></function></tool_call>", QWEN_CODER, "no", ("", "", [("f", "{}")], [])),
+    ("<tool_call>\n<function=f>\n<parameter=x>\n1", QWEN_CODER, "no",
+     ("", "", [("f", "")], ["<tool_call>\n<function=f>\n<parameter=x>\n1"])),
+    ("<tool_call>\n<function=f>\nand", QWEN_CODER, "no",
+     ("", "<tool_call>\n<function=f>\nand", [], [])),
+    (tagged("other", x="1"), QWEN_CODER, "no", ("", tagged("other", x="1"), [], [])),
+    (hermes("f", {}), QWEN_CODER, "no", ("", hermes("f", {}), [], [])),
     # reasoning
     ("<think>\nHm, 2.\n</think>\n\nTwo.", None, "maybe", ("Hm, 2.", "Two.", [], [])),
     ("Hm, 2.\n</think>\n\nTwo.", None, "begun", ("Hm, 2.", "Two.", [], [])),
@@ -146,6 +173,31 @@ def test_arguments_come_while_they_are_written() -> None:
     assert json.loads("".join(pieces)) == {"code": "line " * 20}
 
 
+@pytest.mark.parametrize(
+    ("schema", "value", "json_value"),
+    [
+        ({"type": "string"}, "12", "12"),
+        ({"type": "string"}, "\n two\n", "\n two\n"),
+        ({"type": "integer"}, "12", 12),
+        ({"type": "integer"}, "twelve", "twelve"),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"type": ["string", "null"]}, "x", "x"),
+        ({"type": "boolean"}, "True", True),
+        ({"type": "array"}, '["a",\n 1]', ["a", 1]),
+        ({"enum": ["1", "2"]}, "1", "1"),
+        ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, "1", "1"),
+        (None, '{"a": 1}', {"a": 1}),
+        (None, "some text", "some text"),
+    ],
+)
+def test_values_in_tags_are_what_their_schema_means(
+    schema: Any, value: str, json_value: object
+) -> None:
+    tools = {"f": {"type": "object", "properties": {"x": schema} if schema else {}}}
+    ((name, arguments),) = read([tagged("f", x=value)], QWEN_CODER, tools=tools)[2]
+    assert (name, json.loads(arguments)) == ("f", {"x": json_value})
+
+
 def test_calls_beyond_the_bound_are_dropped() -> None:
     text = hermes("f", {"x": 1}) + "\n" + hermes("f", {"x": 2}) + "\n" + hermes("f", {"x": 3})
     assert read(list(text), HERMES, max_calls=1) == ("", "", [("f", '{"x": 1}')], [])
@@ -153,7 +205,7 @@ def test_calls_beyond_the_bound_are_dropped() -> None:
 
 def test_without_tools_nothing_is_a_call() -> None:
     text = hermes("f", {})
-    assert read(list(text), HERMES, tools=()) == ("", text, [], [])
+    assert read(list(text), HERMES, tools={}) == ("", text, [], [])
 
 
 def test_content_is_not_held_back_longer_than_needed() -> None:
@@ -168,13 +220,13 @@ PIECES = st.sampled_from(
     ["<tool_call>", "</tool_call>", "{", "}", '{"name": "f", "arguments": ', '{"x": 1}', '"', "\\",
      "\n", " ", "text", "[TOOL_CALLS]", "[", "]", ",", ";", "<|python_tag|>", "<think>", "</think>",
      '{"name": "f", "parameters": {}}', "<", "é",
-     "f[ARGS]"]
+     "f[ARGS]", "<function=f>", "</function>", "<parameter=x>", "</parameter>"]
 )  # fmt: skip
 
 
 @given(
     st.lists(PIECES, max_size=12),
-    st.sampled_from([None, HERMES, LLAMA, MISTRAL, MISTRAL_NAMED]),
+    st.sampled_from([None, HERMES, LLAMA, MISTRAL, MISTRAL_NAMED, QWEN_CODER]),
     st.sampled_from(["no", "maybe", "begun"]),
     st.data(),
 )

@@ -11,7 +11,7 @@ import pytest
 from fake_engine import EOS, ByteTokenizer, Call, FakeEngine, Script, deltas_of
 from live import Live, error_of, events
 
-from cflow.engine.dialect import HERMES, LLAMA, MISTRAL, Dialect
+from cflow.engine.dialect import HERMES, LLAMA, MISTRAL, MISTRAL_NAMED, QWEN_CODER, Dialect
 from cflow.engine.grammar import Vocabulary
 from cflow.engine.messages import Delta, Progress
 
@@ -130,6 +130,10 @@ def called(name: str, arguments: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
+TAGGED = (
+    "<tool_call>\n<function=get_weather>\n<parameter=city>\nZürich\n</parameter>\n</function>\n"
+    "</tool_call>"
+)
 WEATHER_CALL = called("get_weather", '{"city": "Zürich"}')
 
 
@@ -143,6 +147,8 @@ WEATHER_CALL = called("get_weather", '{"city": "Zürich"}')
          [WEATHER_CALL]),
         ('[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Zürich"}}]', Dialect(MISTRAL),
          None, [WEATHER_CALL]),
+        ('[TOOL_CALLS]get_weather[ARGS]{"city": "Zürich"}', Dialect(MISTRAL_NAMED), None, [WEATHER_CALL]),
+        (TAGGED, Dialect(QWEN_CODER), None, [WEATHER_CALL]),
         ("It is cold in Zürich.", Dialect(HERMES), "It is cold in Zürich.", []),
         (CALL.replace("get_weather", "get_wether"), Dialect(HERMES),
          CALL.replace("get_weather", "get_wether"), []),
