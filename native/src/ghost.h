@@ -4,21 +4,12 @@
 #ifndef CFLOW_GHOST_H
 #define CFLOW_GHOST_H
 
-#include <stdint.h>
+#include "list.h"
 
-typedef struct {
-    uint32_t before, after;
-    int list; /* of `lists`, or -1 */
-} ghost_link;
-
-typedef struct {
-    uint32_t first, last, n;
-} ghost_list;
-
-typedef struct {
-    ghost_link *links;   /* (n_records,) */
-    ghost_list lists[2]; /* the latest `most` in use, and the `most` before them */
-    uint32_t most;       /* 2 n_slots */
+typedef struct {      /* stays where it was opened */
+    list_link *links; /* (n_records,) */
+    list lists[2];    /* the latest `most` in use, and the `most` before them */
+    uint32_t most;    /* 2 n_slots */
 } ghost;
 
 /* 0 where there is no memory. */

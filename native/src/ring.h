@@ -15,6 +15,7 @@
 #define CFLOW_RING_H
 
 #include "file.h"
+#include "list.h"
 #include "model.h"
 
 typedef struct {         /* of the resident bank */
@@ -46,8 +47,6 @@ struct ring {
     uint32_t next; /* use to be demanded next */
     int is_reading;
 };
-
-#define NO_RECORD UINT32_MAX
 
 /* Cuts the bank, into m->ring. EINVAL where a tensor lies across a cut. */
 cflow_status ring_cut(cflow_model *m, cflow_error *err);

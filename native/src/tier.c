@@ -13,29 +13,24 @@
 #include "arena.h"
 #include "ghost.h"
 #include "kernels.h"
+#include "list.h"
 #include "status.h"
 
 enum { MAX_THREADS = 64, MAX_TIMEOUT_S = 1000000, MIN_BYTES_PER_S = 1000 };
 enum { FIRST_LATENCY_NS = 64000 };
 
-#define NONE UINT32_MAX
+#define NO_SLOT UINT32_MAX
 #define CREDIT_S 1e-3 /* how far a bounded reader may catch up: a timer's lateness, not a burst */
 
 typedef enum { ABSENT, QUEUED, LOADING, RESIDENT, FAILED } state;
-
-typedef struct { /* of records, through entry.before and after */
-    uint32_t first, last, n;
-} list;
 
 typedef struct {
     tier_record file;
     state state;
     tier_result fault; /* FAILED: until everybody it concerns has heard */
-    list *in;          /* QUEUED, RESIDENT: which list; else NULL */
-    uint32_t before, after;
-    uint32_t slot;    /* LOADING, RESIDENT */
-    uint32_t pins;    /* acquired, not released */
-    uint32_t demands; /* not yet acquired */
+    uint32_t slot;     /* LOADING, RESIDENT */
+    uint32_t pins;     /* acquired, not released */
+    uint32_t demands;  /* not yet acquired */
     uint32_t waiters;
     int speculative; /* asked for by speculation, not demanded so far */
     int warming;     /* QUEUED, LOADING: by the warm start */
@@ -47,7 +42,7 @@ typedef struct {
 typedef struct { /* an I/O thread */
     tier *tier;
     pthread_t thread;
-    uint32_t record; /* being read, or NONE */
+    uint32_t record; /* being read, or NO_RECORD */
     int left;
 } reader;
 
@@ -60,6 +55,7 @@ struct tier {
     uint32_t (*crc32c)(uint32_t crc, const void *data, size_t bytes);
     entry *entries; /* (n_records,) */
     uint32_t n_records;
+    list_link *links;          /* (n_records,) */
     list demanded, speculated; /* QUEUED, in the order of asking */
     list used;                 /* RESIDENT, the least recently used first */
     ghost ghost;
@@ -102,36 +98,17 @@ static double deadline_s(const tier *t, const entry *e) {
     double latest = 0;
     for (int i = 0; i < t->options.n_threads; i++) {
         const uint32_t r = t->readers[i].record;
-        if (r == NONE) return INFINITY;
+        if (r == NO_RECORD) return INFINITY;
         latest = fmax(latest, t->entries[r].started);
     }
     return latest + t->options.timeout_s;
 }
 
-/* ---- lists ---- */
-
-static void append(tier *t, list *l, uint32_t record) {
-    entry *e = &t->entries[record];
-    e->in = l;
-    e->before = l->last;
-    e->after = NONE;
-    *(l->last == NONE ? &l->first : &t->entries[l->last].after) = record;
-    l->last = record;
-    l->n++;
-}
-
-static void take_out(tier *t, uint32_t record) {
-    entry *e = &t->entries[record];
-    list *l = e->in;
-    *(e->before == NONE ? &l->first : &t->entries[e->before].after) = e->after;
-    *(e->after == NONE ? &l->last : &t->entries[e->after].before) = e->before;
-    e->in = NULL;
-    l->n--;
-}
+/* ---- queues ---- */
 
 static void move(tier *t, list *to, uint32_t record) {
-    take_out(t, record);
-    append(t, to, record);
+    list_take_out(t->links, record);
+    list_append(to, t->links, record);
 }
 
 static void wake_readers(tier *t) {
@@ -144,23 +121,23 @@ static int is_idle(const entry *e) {
     return !e->pins && !e->demands && !e->waiters;
 }
 
-/* The policy, all of it: which record gives way, or NONE if none can. */
+/* The policy, all of it: which record gives way, or NO_RECORD if none can. */
 static uint32_t choose_victim(const tier *t) {
     uint32_t r = t->used.first;
-    while (r != NONE && !is_idle(&t->entries[r])) r = t->entries[r].after;
+    while (r != NO_RECORD && !is_idle(&t->entries[r])) r = t->links[r].after;
     return r;
 }
 
 /* What is demanded for later gives way to what somebody waits for now: the latest of it. */
 static uint32_t choose_demanded(const tier *t) {
     uint32_t r = t->used.last;
-    while (r != NONE && (t->entries[r].pins || t->entries[r].waiters)) r = t->entries[r].before;
+    while (r != NO_RECORD && (t->entries[r].pins || t->entries[r].waiters)) r = t->links[r].before;
     return r;
 }
 
 static void enqueue(tier *t, list *l, uint32_t record) {
     t->entries[record].state = QUEUED;
-    append(t, l, record);
+    list_append(l, t->links, record);
 }
 
 static void end_speculation(entry *e, uint64_t *outcome) {
@@ -171,7 +148,7 @@ static void end_speculation(entry *e, uint64_t *outcome) {
 
 static uint32_t evict(tier *t, uint32_t record) {
     entry *e = &t->entries[record];
-    take_out(t, record);
+    list_take_out(t->links, record);
     e->state = ABSENT;
     t->stats.evictions++;
     end_speculation(e, &t->stats.wasted);
@@ -185,8 +162,8 @@ static uint32_t evict(tier *t, uint32_t record) {
 static uint32_t find_slot(tier *t, const entry *asker) {
     if (t->n_free) return t->free_slots[--t->n_free];
     uint32_t victim = choose_victim(t);
-    if (victim == NONE && asker->waiters) victim = choose_demanded(t);
-    return victim == NONE ? NONE : evict(t, victim);
+    if (victim == NO_RECORD && asker->waiters) victim = choose_demanded(t);
+    return victim == NO_RECORD ? NO_SLOT : evict(t, victim);
 }
 
 static uint8_t *slot_data(const tier *t, uint32_t slot) {
@@ -222,9 +199,9 @@ static tier_result read_record(tier *t, const tier_record *r, uint8_t *out) {
     return t->crc32c(0, out, r->bytes) == r->crc ? TIER_OK : TIER_ALTERED;
 }
 
-/* The most urgent queued record, or NONE. */
+/* The most urgent queued record, or NO_RECORD. */
 static uint32_t next_read(const tier *t) {
-    for (uint32_t r = t->demanded.first; r != NONE; r = t->entries[r].after)
+    for (uint32_t r = t->demanded.first; r != NO_RECORD; r = t->links[r].after)
         if (t->entries[r].waiters) return r;
     return t->demanded.n ? t->demanded.first : t->speculated.first;
 }
@@ -233,17 +210,17 @@ static uint32_t next_read(const tier *t) {
 static int begin_read(tier *t, reader *self) {
     const double rate = t->options.max_bytes_per_s, now = now_s(t);
     const uint32_t r = next_read(t);
-    if (r != NONE && rate > 0 && t->next_read_s > now) {
+    if (r != NO_RECORD && rate > 0 && t->next_read_s > now) {
         sleep_on(t, &t->work, t->next_read_s - now);
         return 0;
     }
-    const uint32_t slot = r == NONE ? NONE : find_slot(t, &t->entries[r]);
-    if (slot == NONE) {
+    const uint32_t slot = r == NO_RECORD ? NO_SLOT : find_slot(t, &t->entries[r]);
+    if (slot == NO_SLOT) {
         pthread_cond_wait(&t->work, &t->lock);
         return 0;
     }
     entry *e = &t->entries[r];
-    take_out(t, r);
+    list_take_out(t->links, r);
     e->state = LOADING;
     e->slot = slot;
     e->started = now;
@@ -283,8 +260,8 @@ static void count_read(tier *t, const entry *e, tier_result result) {
 static void settle(tier *t, uint32_t record) {
     entry *e = &t->entries[record];
     if (e->demands || e->waiters) return;
-    if (e->state == QUEUED && e->in == &t->demanded) {
-        take_out(t, record);
+    if (e->state == QUEUED && t->links[record].in == &t->demanded) {
+        list_take_out(t->links, record);
         e->warming = 0;
         e->state = ABSENT;
     }
@@ -294,7 +271,7 @@ static void settle(tier *t, uint32_t record) {
 static void end_read(tier *t, reader *self, tier_result result) {
     const uint32_t r = self->record;
     entry *e = &t->entries[r];
-    self->record = NONE;
+    self->record = NO_RECORD;
     count_read(t, e, result);
     e->overdue = e->warming = 0;
     if (result) {
@@ -305,7 +282,7 @@ static void end_read(tier *t, reader *self, tier_result result) {
         settle(t, r);
     } else {
         e->state = RESIDENT;
-        append(t, &t->used, r);
+        list_append(&t->used, t->links, r);
         if (t->options.placed && !t->closing)
             t->options.placed(t->options.placed_arg, r, slot_data(t, e->slot));
     }
@@ -320,6 +297,7 @@ static void tier_free(tier *t) {
     file_close(&t->file);
     arena_close(&t->memory);
     memory_free(t->entries);
+    memory_free(t->links);
     memory_free(t->free_slots);
     memory_free(t->readers);
     ghost_close(&t->ghost);
@@ -401,7 +379,7 @@ void tier_demand(tier *t, const uint32_t *records, uint32_t n, uint8_t *missed) 
 static void drop_speculation(tier *t) {
     while (t->speculated.n) {
         entry *e = &t->entries[t->speculated.first];
-        take_out(t, t->speculated.first);
+        list_take_out(t->links, t->speculated.first);
         e->state = ABSENT;
         e->speculative = 0;
     }
@@ -646,7 +624,7 @@ void tier_get_stats(tier *t, cflow_tier_stats *out) {
     const double now = now_s(t);
     for (int i = 0; i < t->options.n_threads; i++) {
         const uint32_t r = t->readers[i].record;
-        if (r == NONE) continue;
+        if (r == NO_RECORD) continue;
         out->n_loading++;
         out->n_overdue += now >= deadline_s(t, &t->entries[r]);
     }
@@ -681,7 +659,9 @@ static cflow_status check_options(const tier_options *o, cflow_error *err) {
 static cflow_status set_records(tier *t, const tier_record *records, uint32_t n_records,
                                 cflow_error *err) {
     t->entries = memory_zeroed(n_records, sizeof *t->entries);
-    if (!t->entries) return fail(err, CFLOW_ENOMEM, "no memory for %u records", n_records);
+    t->links = memory_zeroed(n_records, sizeof *t->links);
+    if (!t->entries || !t->links)
+        return fail(err, CFLOW_ENOMEM, "no memory for %u records", n_records);
     t->n_records = n_records;
     for (uint32_t r = 0; r < n_records; r++) {
         const tier_record *in = &records[r];
@@ -720,7 +700,7 @@ static cflow_status start_readers(tier *t, cflow_error *err) {
     const int n = t->options.n_threads;
     t->readers = memory_zeroed((size_t)n, sizeof *t->readers);
     if (!t->readers) return fail(err, CFLOW_ENOMEM, "no memory for %d I/O threads", n);
-    for (int i = 0; i < n; i++) t->readers[i] = (reader){.tier = t, .record = NONE};
+    for (int i = 0; i < n; i++) t->readers[i] = (reader){.tier = t, .record = NO_RECORD};
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -757,13 +737,12 @@ cflow_status tier_open(tier **out, file *f, const tier_record *records, uint32_t
     if (!n_records) return fail(err, CFLOW_EINVAL, "an expert cache of no records");
     tier *t = memory_zeroed(1, sizeof *t);
     if (!t) return fail(err, CFLOW_ENOMEM, "no memory for an expert cache");
-    const list empty = {.first = NONE, .last = NONE};
     const file closed = {.fd = -1, .direct_fd = -1};
     kernels k;
     kernels_select(&k, NULL);
     t->crc32c = k.crc32c;
     t->options = *options;
-    t->demanded = t->speculated = t->used = empty;
+    t->demanded = t->speculated = t->used = EMPTY_LIST;
     t->file = closed;
     open_locks(t);
     status = set_records(t, records, n_records, err);
@@ -787,7 +766,7 @@ static int readers_are_out(const tier *t, double now, double *again) {
         const reader *r = &t->readers[i];
         if (r->left) continue;
         const double deadline =
-            r->record == NONE ? INFINITY : deadline_s(t, &t->entries[r->record]);
+            r->record == NO_RECORD ? INFINITY : deadline_s(t, &t->entries[r->record]);
         *again = fmin(*again, deadline);
         out &= now >= deadline;
     }
