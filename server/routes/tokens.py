@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, in the shapes of llama-server and of vLLM."""
+"""POST /tokenize and /detokenize, in the shapes of llama-server and of vLLM, GET /tokenizer_info."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from cflow.engine.tokenizer import Tokenizer
+from cflow.server.admission import check_ready
 from cflow.server.errors import RequestError, shorten
 from cflow.server.logprobs import token_name
 from cflow.server.prompts import context_of, encode_plain, render_chat
@@ -70,3 +71,24 @@ async def detokenize(request: Request) -> Response:
     text = await asyncio.to_thread(tokenizer.decode, ask.tokens, skip_special=False)
     body = encode({"content": text, "prompt": text})
     return Response(body, media_type="application/json", headers=headers)
+
+
+@router.get("/tokenizer_info")
+async def tokenizer_info(request: Request) -> Response:
+    """What clients that have texts tokenised here need to know besides, in vLLM's shape."""
+    service = service_of(request)
+    check_ready(service.engine, service.metrics)
+    card = service.engine.card
+    ids = {
+        "bos_token": card.tokenizer.bos_id,
+        "eos_token": next(iter(card.tokenizer.eos_ids), None),
+    }
+    names = {
+        name: None if token is None else card.tokenizer.decode((token,), skip_special=False)
+        for name, token in ids.items()
+    }
+    body = names | {
+        "chat_template": card.metadata.get("chat_template"),
+        "model_max_length": context_of(service.engine),
+    }
+    return Response(encode(body), media_type="application/json")

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from fake_engine import READY, FakeEngine
+from fake_engine import BOS, EOS, READY, FakeEngine
 from live import Live, error_of
 
 from cflow.engine.errors import EngineError
@@ -164,6 +164,20 @@ def test_detokenize(live: Live) -> None:
         response = live.post("/detokenize", {"tokens": tokens})
         assert response.status_code == 400
         assert (error_of(response)["param"] or "").startswith("tokens")
+
+
+def test_tokenizer_info_names_what_tokenizes_as_itself(live: Live) -> None:
+    object.__setattr__(live.engine.card, "metadata", {"chat_template": "{{ messages }}"})
+    info = live.client.get("/tokenizer_info").json()
+    assert info == {
+        "bos_token": None,
+        "eos_token": "</s>",
+        "chat_template": "{{ messages }}",
+        "model_max_length": 64,
+    }
+    assert live.post("/tokenize", content=info["eos_token"]).json() == {"tokens": [EOS]}
+    live.engine.card.tokenizer.bos_id = BOS  # type: ignore[misc, attr-defined]
+    assert live.client.get("/tokenizer_info").json()["bos_token"] == "<s>"
 
 
 def test_version(live: Live) -> None:

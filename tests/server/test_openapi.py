@@ -22,7 +22,7 @@ from cflow.server.config import server_config
 EXAMPLES = 60
 OPERATIONS = [
     ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("POST", "/v1/responses"), ("POST", "/tokenize"),
-    ("POST", "/detokenize"), ("GET", "/v1/models"), ("GET", "/v1/models/{model}"),
+    ("POST", "/detokenize"), ("GET", "/tokenizer_info"), ("GET", "/v1/models"), ("GET", "/v1/models/{model}"),
     ("GET", "/health"), ("GET", "/ready"), ("GET", "/live"), ("GET", "/version"),
     ("GET", "/metrics"), ("GET", "/status"), ("GET", "/"),
 ]  # fmt: skip
