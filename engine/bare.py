@@ -39,6 +39,7 @@ class Bare(NamedTuple):
     model: Model
     context: Context
     threads: int
+    kv_bytes: int
 
 
 def open_bare(
@@ -60,8 +61,8 @@ def open_bare(
     header = read_header(config)
     bank = ExpertBank.of(header)
     weights = fix_weights(config, header, bank)
-    taken = spare + weights.n_bytes
-    taken += sum(context_memory(header, **options))
+    kv_bytes, scratch_bytes = context_memory(header, **options)
+    taken = spare + weights.n_bytes + kv_bytes + scratch_bytes
     cache = choose_cache(config, bank, room_for_experts(machine.memory().available, taken))
     model = Model(
         config.model,
@@ -72,7 +73,7 @@ def open_bare(
         weights_memory=weights.budget,
         progress=lambda done, total: report("load", done, total),
     )
-    return Bare(model, Context(model, **options), threads)
+    return Bare(model, Context(model, **options), threads, kv_bytes)
 
 
 def n_blocks(n_tokens: int) -> int:
@@ -96,16 +97,17 @@ def open_stream(model: Model, n_tokens: int, *, threads: int, keep_values: bool 
 
 
 def decode(
-    context: Context, tokens: Iterable[Sequence[int]], *, n_experts: int = 0
+    context: Context, tokens: Iterable[Sequence[int]], *, first: int = 0, n_experts: int = 0
 ) -> Iterator[int]:
-    """Streams from their first positions on, fed with tokens: for each step one of every stream.
+    """Streams from position `first` on, fed with tokens: for each step one of every stream.
     n_experts: of each layer, 0: top_k. Yields behind each step, whose logits are there, how many
     are done."""
     flags = const.CFLOW_ROW_LOGITS
-    for position, fed in enumerate(tokens):
-        rows = [Row(s, token, position, flags, n_experts=n_experts) for s, token in enumerate(fed)]
+    for n_done, fed in enumerate(tokens):
+        at = first + n_done
+        rows = [Row(s, token, at, flags, n_experts=n_experts) for s, token in enumerate(fed)]
         step(context, rows)
-        yield position + 1
+        yield n_done + 1
 
 
 def step(context: Context, rows: Sequence[Row]) -> StepResult:

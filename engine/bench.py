@@ -2,8 +2,9 @@
 
 Decode starts from an empty context and is fed random tokens, a greedy choice counted with each step;
 prefill is one prompt in the server's step size. No server, no text. Tokens are the same in every
-bench and others in each of its runs, so that no run finds the experts of the one before. A disk that
-takes part is measured before each run and after the last one: its speed drifts within minutes.
+bench and others in each of its runs, so that no run finds the experts of the one before. Memory is
+measured before each run of one stream and after the last one, and so is a disk that takes part: the
+speeds of both drift within minutes.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ MAX_STEP_ROWS = 512
 WARM_UP_STEPS = 4
 PROBE_BYTES = 1 << 30
 PROBE_PASSES = 6
+KV_BLOCK = int(const.CFLOW_KV_BLOCK)
 
 
 @dataclass(frozen=True)
@@ -143,12 +146,14 @@ class BenchResult:
     quant: str
     prompt: int  # tokens of a prefill run
     gen: int  # tokens of a decode run, per stream
+    depth: int  # positions that lie before them
     prefill: Runs
     decode: Runs
     batch: tuple[Batch, ...]
     bytes_per_token: int  # weights one decode step reads
-    probe_before_gb_s: float
-    probe_after_gb_s: float
+    kv_bytes_per_token: int  # keys and values of the depth that it reads beside
+    probes: tuple[float, ...]  # GB/s, before each run of decode and after the last one
+    fraction: Runs  # of the probes beside a run of decode, what it read of the weights
     isa: str
     threads: int
     resident_bytes: int
@@ -162,7 +167,7 @@ class BenchResult:
 
     @property
     def probe_gb_s(self) -> float:
-        return max(self.probe_before_gb_s, self.probe_after_gb_s)
+        return statistics.median(self.probes)
 
     def to_json(self) -> dict[str, Any]:
         """Rates are medians; the spread stands beside them under "runs"."""
@@ -171,19 +176,24 @@ class BenchResult:
             "quant": self.quant,
             "prompt": self.prompt,
             "gen": self.gen,
+            "depth": self.depth,
             "prefill_tok_s": self.prefill.median,
             "decode_tok_s": self.decode.median,
-            "runs": {"prefill_tok_s": asdict(self.prefill), "decode_tok_s": asdict(self.decode)},
+            "runs": {
+                "prefill_tok_s": asdict(self.prefill),
+                "decode_tok_s": asdict(self.decode),
+                "bandwidth_fraction": asdict(self.fraction),
+            },
             "batch": [
                 {"streams": b.streams, "tok_s": b.rates.median, "runs": asdict(b.rates)}
                 for b in self.batch
             ],
             "bytes_per_token": self.bytes_per_token,
+            "kv_bytes_per_token": self.kv_bytes_per_token,
             "read_gb_s": self.read_gb_s,
             "probe_gb_s": self.probe_gb_s,
-            "probe_before_gb_s": self.probe_before_gb_s,
-            "probe_after_gb_s": self.probe_after_gb_s,
-            "bandwidth_fraction": self.read_gb_s / self.probe_gb_s,
+            "probes_gb_s": list(self.probes),
+            "bandwidth_fraction": self.fraction.median,
             "isa": self.isa,
             "threads": self.threads,
             "resident_bytes": self.resident_bytes,
@@ -199,46 +209,49 @@ def run(
     prompt: int = 512,
     gen: int = 128,
     batch: Sequence[int] = (1, 4, 16),
+    depth: int = 0,
     runs: int = 3,
     progress: Report = silent,
 ) -> BenchResult:
-    """Loads the model of config and measures it, `runs` times each."""
+    """Loads the model of config and measures it, `runs` times each. depth: positions of a sequence
+    whose keys and values are there before prefill and decode begin."""
     header = Model(config.model, header_only=True)
-    _check(header, prompt, gen, batch, runs)
+    _check(header, prompt, gen, batch, depth, runs)
     streams = max([1, *batch])
-    model, context, threads = open_bare(
+    kv_blocks = max(n_blocks(depth + prompt), streams * n_blocks(depth + gen))
+    model, context, threads, kv_bytes = open_bare(
         config,
         progress,
         spare=_probe_bytes(),
-        max_rows=max(streams, min(prompt, MAX_STEP_ROWS)),
+        max_rows=max(streams, KV_BLOCK, min(prompt, MAX_STEP_ROWS)),
         max_sequences=streams,
-        max_context=max(prompt, gen, WARM_UP_STEPS),
-        n_kv_blocks=n_blocks(prompt) + streams * n_blocks(gen),
+        max_context=depth + max(prompt, gen, WARM_UP_STEPS),
+        n_kv_blocks=kv_blocks,
     )
-    bench = _Bench(context, model.header.n_tokens, runs, progress)
-    bench.warm_up()
+    bench = _Bench(context, model.header.n_tokens, threads, depth, runs, progress)
+    bench.warm_up(kv_blocks)
     experts, layers = _experts(model, config), _layers(model, config)
     disks = [disk for disk in (experts, layers) if disk is not None]
-    before = _probe(threads, progress)
     _note(disks)
     prefill = bench.prefill(prompt, disks)
     _note(disks)
     decode = bench.decode(1, gen, disks)
     _note(disks)
-    rates = [Batch(n, decode if n == 1 else bench.decode(n, gen)) for n in batch]
-    after = _probe(threads, progress)
-    memory = model.memory
+    batches = [Batch(n, Runs.of((decode if n == 1 else bench.decode(n, gen)).rates)) for n in batch]
+    memory, bytes_per_token = model.memory, model.plan.bytes_per_token
     return BenchResult(
         model=model.metadata.get("name") or Path(config.model).stem,
         quant=model.encoding,
         prompt=prompt,
         gen=gen,
+        depth=depth,
         prefill=prefill,
-        decode=decode,
-        batch=tuple(rates),
-        bytes_per_token=model.plan.bytes_per_token,
-        probe_before_gb_s=before,
-        probe_after_gb_s=after,
+        decode=Runs.of(decode.rates),
+        batch=tuple(batches),
+        bytes_per_token=bytes_per_token,
+        kv_bytes_per_token=_kv_read(model, depth) * kv_bytes // (kv_blocks * KV_BLOCK),
+        probes=decode.probes,
+        fraction=decode.fraction(bytes_per_token),
         isa=context.isa,
         threads=threads,
         resident_bytes=memory.resident_bytes,
@@ -248,11 +261,16 @@ def run(
     )
 
 
-def _check(model: Model, prompt: int, gen: int, batch: Sequence[int], runs: int) -> None:
+def _check(
+    model: Model, prompt: int, gen: int, batch: Sequence[int], depth: int, runs: int
+) -> None:
     limit = model.header.context
+    if not 0 <= depth < limit:
+        raise CflowError(f"depth {depth}: this model takes 0 to {limit - 1} tokens")
+    behind = f" behind {depth}" if depth else ""
     for name, n in (("prompt", prompt), ("gen", gen)):
-        if not 1 <= n <= limit:
-            raise CflowError(f"{name} {n}: this model takes 1 to {limit} tokens")
+        if not 1 <= n <= limit - depth:
+            raise CflowError(f"{name} {n}: this model takes 1 to {limit - depth} tokens{behind}")
     for name, n in (("runs", runs), *(("batch", n) for n in batch)):
         if n < 1:
             raise CflowError(f"{name} {n}: at least 1 is needed")
@@ -268,6 +286,12 @@ def _probe(threads: int, report: Report) -> float:
     rate = native.probe_bandwidth(_probe_bytes(), threads, PROBE_PASSES) / 1e9
     report("probe", 1, 1)
     return rate
+
+
+def _kv_read(model: Model, depth: int) -> int:
+    """Positions that a token there reads, in the mean over layers, whose windows may be shorter."""
+    read = [min(depth, layer.window or depth) for layer in model.layers]
+    return sum(read) // len(read)
 
 
 def _note(disks: Iterable[_Disk]) -> None:
@@ -330,12 +354,30 @@ class _Disk:
         )
 
 
+@dataclass(frozen=True)
+class Decoded:
+    """Tokens a second of each run, and what memory gave before each of one stream and after them."""
+
+    rates: tuple[float, ...]
+    probes: tuple[float, ...]
+
+    def fraction(self, bytes_per_token: int) -> Runs:
+        """Of the probes beside each run, what it read."""
+        beside = (sum(pair) / 2 * 1e9 for pair in pairwise(self.probes))
+        pairs = zip(self.rates, beside, strict=True)
+        return Runs.of([rate * bytes_per_token / probe for rate, probe in pairs])
+
+
 class _Bench:
     """Times steps of one context."""
 
-    def __init__(self, context: Context, n_tokens: int, runs: int, report: Report) -> None:
+    def __init__(
+        self, context: Context, n_tokens: int, threads: int, depth: int, runs: int, report: Report
+    ) -> None:
         self._context = context
         self._n_tokens = n_tokens
+        self._threads = threads
+        self._depth = depth
         self._runs = runs
         self._report = report
         self._random = random.Random(0)
@@ -344,7 +386,7 @@ class _Bench:
         return self._random.choices(range(self._n_tokens), k=n)
 
     def _bind(self, streams: int, n_tokens: int) -> None:
-        n = n_blocks(n_tokens)
+        n = n_blocks(self._depth + n_tokens)
         for sequence in range(streams):
             self._context.bind(sequence, range(sequence * n, (sequence + 1) * n))
 
@@ -352,10 +394,16 @@ class _Bench:
         for disk in disks:
             disk.probe(self._report)
 
-    def warm_up(self) -> None:
+    def warm_up(self, kv_blocks: int) -> None:
+        """Keys and values of a depth are those of one block, again and again: what they are changes
+        no time."""
         self._bind(1, WARM_UP_STEPS)
         for _ in self._steps(1, WARM_UP_STEPS):
             pass
+        if self._depth:
+            step(self._context, [Row(0, t, i) for i, t in enumerate(self._tokens(KV_BLOCK))])
+            for block in range(1, kv_blocks):
+                self._context.copy_block(0, block)
 
     def prefill(self, n: int, disks: Iterable[_Disk]) -> Runs:
         """One prompt of n tokens and its first choice."""
@@ -364,7 +412,7 @@ class _Bench:
         for done in range(self._runs):
             self._probe(disks)
             self._report("prefill", done, self._runs)
-            rows = [Row(0, token, i) for i, token in enumerate(self._tokens(n))]
+            rows = [Row(0, token, self._depth + i) for i, token in enumerate(self._tokens(n))]
             rows[-1] = rows[-1]._replace(flags=const.CFLOW_ROW_LOGITS)
             start = time.perf_counter()
             for first in range(0, n, MAX_STEP_ROWS):
@@ -376,25 +424,30 @@ class _Bench:
         self._report("prefill", self._runs, self._runs)
         return Runs.of(rates)
 
-    def decode(self, streams: int, n: int, disks: Iterable[_Disk] = ()) -> Runs:
+    def decode(self, streams: int, n: int, disks: Iterable[_Disk] = ()) -> Decoded:
         """n tokens for each of `streams` sequences, all in every step."""
         self._bind(streams, n)
         what, total = f"decode {streams}", self._runs * n
-        rates = []
+        rates, probes = [], []
         for run_index in range(self._runs):
+            probes += self._memory(streams)
             self._probe(disks)
             start = time.perf_counter()
             for n_done in self._steps(streams, n):
                 self._report(what, run_index * n + n_done, total)
             rates.append(streams * n / (time.perf_counter() - start))
         self._probe(disks)
-        return Runs.of(rates)
+        return Decoded(tuple(rates), (*probes, *self._memory(streams)))
+
+    def _memory(self, streams: int) -> list[float]:
+        """Many streams share the weights that they read, so only one is limited by memory."""
+        return [_probe(self._threads, self._report)] if streams == 1 else []
 
     def _steps(self, streams: int, n: int) -> Iterator[int]:
-        """n steps of one row a stream, from empty contexts; yields how many are done."""
+        """n steps of one row a stream, behind the depth; yields how many are done."""
         picks = [Pick(row, temperature=0.0) for row in range(streams)]
         tokens = self._tokens(streams * n)
         fed = (tokens[i : i + streams] for i in range(0, len(tokens), streams))
-        for n_done in decode(self._context, fed):
+        for n_done in decode(self._context, fed, first=self._depth):
             self._context.sample(picks)
             yield n_done

@@ -53,7 +53,7 @@ def run(
     todo = _windows(Model(config.model, header_only=True), text)[:windows]
     if not todo:
         raise CflowError(f"{text_file}: fewer than two tokens, nothing to score")
-    model, context, threads = open_bare(
+    model, context, threads, _ = open_bare(
         config,
         progress,
         max_rows=WINDOW,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cflow.engine import bare, bench, native
-from cflow.engine.bench import TierUse
+from cflow.engine.bench import Decoded, Runs, TierUse
 from cflow.engine.config import EngineConfig
 from cflow.engine.errors import CflowError
 from cflow.engine.experts import ExpertBank
@@ -28,7 +28,7 @@ def config(path: Path, **settings: Any) -> EngineConfig:
 @pytest.fixture(autouse=True)
 def probe(monkeypatch: pytest.MonkeyPatch) -> None:
     """The real one takes a GiB."""
-    rates = cycle([20e9, 25e9])
+    rates = cycle([20e9, 24e9])
     monkeypatch.setattr(native, "probe_bandwidth", lambda *_: next(rates))
 
 
@@ -39,12 +39,14 @@ def test_the_report_holds_what_the_design_names(path: Path) -> None:
     assert report["quant"] == "q8_0"
     assert (report["isa"], report["threads"]) == ("scalar", 1)
     assert report["bytes_per_token"] == native.Model(str(path)).plan.bytes_per_token
-    assert report["probe_gb_s"] == 25
+    assert report["probes_gb_s"] == [20, 24, 20, 24]
+    assert report["probe_gb_s"] == 22
     assert report["read_gb_s"] == report["bytes_per_token"] * report["decode_tok_s"] / 1e9
-    assert report["bandwidth_fraction"] == report["read_gb_s"] / 25
+    assert report["bandwidth_fraction"] == pytest.approx(report["read_gb_s"] / 22)
+    assert (report["depth"], report["kv_bytes_per_token"]) == (0, 0)
     assert report["resident_bytes"] > 0
     assert 0 <= report["huge_page_ratio"] <= 1
-    for name in ("decode_tok_s", "prefill_tok_s"):
+    for name in ("decode_tok_s", "prefill_tok_s", "bandwidth_fraction"):
         check_runs(report[name], report["runs"][name])
     assert [item["streams"] for item in report["batch"]] == [1, 3]
     for item in report["batch"]:
@@ -70,6 +72,49 @@ def test_every_phase_reports_its_end(path: Path) -> None:
     for reports in seen.values():
         assert reports[-1][0] == reports[-1][1]
     assert [done for done, _ in seen["decode 2"]] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_run_is_compared_with_the_probes_beside_it() -> None:
+    """By hand: memory that becomes slower, and with it the second run."""
+    found = Decoded(rates=(10.0, 6.0, 5.0), probes=(40.0, 40.0, 20.0, 20.0)).fraction(2_000_000_000)
+    assert found == Runs(min=pytest.approx(0.4), median=pytest.approx(0.5), max=pytest.approx(0.5))
+
+
+@pytest.mark.parametrize(("kv", "position_bytes"), [("f16", 2), ("f32", 4)])
+def test_tokens_before_those_that_are_measured(
+    path: Path, monkeypatch: pytest.MonkeyPatch, kv: str, position_bytes: int
+) -> None:
+    """Their keys and values are in every block that is read, and counted."""
+    fed: list[tuple[int, int]] = []
+    filled: set[int] = set()
+    bound: set[int] = set()
+    step, bind = native.Context.step, native.Context.bind
+    copy = native.Context.copy_block
+
+    def watched_step(self: native.Context, rows: list[native.Row]) -> native.StepResult:
+        fed.extend((row.sequence, row.position) for row in rows)
+        return step(self, rows)
+
+    def watched_bind(self: native.Context, sequence: int, blocks: range) -> None:
+        bound.update(blocks)
+        bind(self, sequence, blocks)
+
+    def watched_copy(self: native.Context, source: int, target: int) -> None:
+        filled.add(target)
+        copy(self, source, target)
+
+    monkeypatch.setattr(native.Context, "step", watched_step)
+    monkeypatch.setattr(native.Context, "bind", watched_bind)
+    monkeypatch.setattr(native.Context, "copy_block", watched_copy)
+    result = bench.run(config(path, kv=kv), prompt=20, gen=3, batch=(2,), depth=100, runs=1)
+    prefill = [(0, position) for position in range(100, 120)]
+    two = [(sequence, position) for position in range(100, 103) for sequence in range(2)]
+    assert fed[-29:] == [*prefill, *((0, position) for position in range(100, 103)), *two]
+    assert [position for _, position in fed[4:-29]] == list(range(32))
+    assert bound == filled | {0}
+    layers = native.Model(str(path)).layers
+    values = sum(2 * layer.n_kv_heads * layer.head_dim for layer in layers)
+    assert result.to_json()["kv_bytes_per_token"] == 100 * values * position_bytes
 
 
 def test_the_smallest_run(path: Path) -> None:
@@ -181,8 +226,11 @@ def test_no_run_finds_what_the_one_before_it_read(
         ({"gen": 0}, "gen 0"),
         ({"batch": (1, 0)}, "batch 0"),
         ({"runs": 0}, "runs 0"),
+        ({"depth": -1}, "depth -1: this model takes 0 to 1023"),
+        ({"depth": 1024}, "depth 1024"),
+        ({"depth": 1000, "gen": 25}, "gen 25: this model takes 1 to 24 tokens behind 1000"),
     ],
 )
 def test_sizes_out_of_range_are_named(path: Path, sizes: dict[str, Any], text: str) -> None:
     with pytest.raises(CflowError, match=text):
-        bench.run(config(path), **sizes)
+        bench.run(config(path), **({"prompt": 4, "gen": 4} | sizes))
