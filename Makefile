@@ -14,7 +14,7 @@ ACCURACY := tests/engine/models
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help serve build test test-native test-python test-accuracy bench bench-experts claims image soak test-page check format wheel clean
+.PHONY: help serve build test test-native test-python test-accuracy bench bench-peers bench-experts claims image soak test-page check format wheel clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -64,8 +64,17 @@ test-page: $(VENV)/tools $(VENV)/cflow ## Drive the page with Chromium (Debian, 
 	$(PIP) install -q --editable '.[test,dev,page]'
 	CFLOW_SCREENSHOTS=docs/pictures $(BIN)/pytest tests/e2e/test_page.py
 
-bench: $(VENV)/cflow ## Measure prefill, decode and batched decode of MODEL
-	$(BIN)/cflow bench $(or $(MODEL),smollm2-135m)
+BENCH = PYTHONPATH=tests $(BIN)/python -P -m bench
+
+build/bench/multiply: $(VENV)/tools tests/bench/multiply.c
+	$(CMAKE) -B build/bench -DCMAKE_BUILD_TYPE=Release -DCFLOW_BENCH=ON
+	$(BIN)/cmake --build build/bench --target multiply
+
+bench: $(VENV)/tools $(VENV)/cflow build/bench/multiply ## Measure the benchmark table, 12 minutes, or only MODEL
+	$(if $(MODEL),$(BIN)/cflow bench $(MODEL),$(BENCH).table $(FLAGS))
+
+bench-peers: $(VENV)/tools $(VENV)/cflow build/bench/multiply ## Measure other engines beside cflow: they are compiled first
+	$(BENCH).peers $(FLAGS)
 
 bench-experts: $(VENV)/cflow ## Measure models larger than their memory: 22 GB of files, root
 	$(BIN)/python -P tests/bench/expert_tier.py $(FLAGS)

