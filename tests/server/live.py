@@ -19,6 +19,8 @@ from cflow.server.config import ServerConfig, server_config
 from cflow.server.serve import http_server, listen
 from cflow.server.tls import read_certificate
 
+PATIENCE_S = 10.0  # for what takes well under a second on an idle machine
+
 
 class Live:
     """engine: may be changed between requests."""
@@ -81,8 +83,8 @@ def request(method: str, path: str, body: bytes = b"", *headers: str) -> bytes:
 
 
 def read_all(sock: socket.socket) -> bytes:
-    """Until the server closes, or says nothing for a second."""
-    sock.settimeout(1)
+    """Until the server closes, or says nothing for a while."""
+    sock.settimeout(PATIENCE_S)
     data = b""
     try:
         while chunk := sock.recv(65536):
@@ -99,9 +101,9 @@ def events(response: httpx.Response) -> list[dict[str, Any]]:
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 3.0) -> bool:
+def wait_for(condition: Callable[[], bool]) -> bool:
     """Whether it became true in time."""
-    end = time.monotonic() + seconds
+    end = time.monotonic() + PATIENCE_S
     while time.monotonic() < end:
         if condition():
             return True

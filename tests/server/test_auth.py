@@ -103,7 +103,7 @@ def test_with_keys_nobody_overtakes(live: Live) -> None:
 
 def test_a_refused_body_is_not_waited_for(live: Live) -> None:
     sock = live.raw(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 50000\r\n\r\n")
-    assert read_all(sock).startswith(b"HTTP/1.1 401")
+    assert sock.recv(12) == b"HTTP/1.1 401"
     sock.close()
 
 

@@ -36,10 +36,8 @@ def refusal(answer: bytes) -> tuple[int, dict[str, Any]]:
 @pytest.mark.parametrize("is_ended", [True, False])
 def test_a_long_header_is_refused_and_seen_to_be(live: Live, size: int, is_ended: bool) -> None:
     head = b"GET /live HTTP/1.1\r\nHost: x\r\nA: " + b"a" * size + b"\r\n\r\n" * is_ended
-    started = time.monotonic()
     status, error = refusal(answers(live, head))
     assert (status, error["code"]) == (431, "headers_too_large")
-    assert time.monotonic() - started < 4
 
 
 @pytest.mark.parametrize(
@@ -145,7 +143,7 @@ class TestTime:
         started = time.monotonic()
         status, error = refusal(answers(live, data))
         assert (status, error["code"]) == (408, "request_timeout")
-        assert 0.3 < time.monotonic() - started < 2
+        assert time.monotonic() - started > 0.3
 
     def test_a_head_that_drips(self, live: Live) -> None:
         with live.raw(b"GET /live HTTP/1.1\r\nA: ") as sock:
@@ -159,11 +157,15 @@ class TestTime:
                     pass
         pytest.fail("a head may take as long as it likes")
 
-    def test_a_body_that_comes_slowly_is_read(self, live: Live) -> None:
-        with live.raw() as sock:
-            for byte in [request("POST", "/v1/completions", BODY)[:-6], *BODY[-6:]]:
-                sock.sendall(bytes([byte]) if isinstance(byte, int) else byte)
-                time.sleep(0.15)
+    def test_a_body_that_comes_slowly_is_read(
+        self, live: Live, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As a whole it takes longer than READ_S."""
+        monkeypatch.setattr(protocol, "READ_S", 1.0)
+        with live.raw(request("POST", "/v1/completions", BODY)[: -len(BODY)]) as sock:
+            for byte in BODY:
+                time.sleep(0.08)
+                sock.sendall(bytes([byte]))
             assert sock.recv(12) == b"HTTP/1.1 200"
 
     def test_a_connection_that_says_nothing_is_closed(self, live: Live) -> None:
@@ -179,4 +181,4 @@ class TestTime:
             line = f"Connection: {connection}"
             sock.sendall(request("POST", "/v1/completions", json.dumps(fields).encode(), line))
             assert wait_for(lambda: bool(open_))
-            assert wait_for(lambda: not open_, 20)
+            assert wait_for(lambda: not open_)
