@@ -5,7 +5,9 @@ Learned from finished steps: the time of one with decodes only, and what n prefi
 a + b n. With all weights in memory a is small, and rows are chosen to keep to the step's limit. A
 chunk that has to read experts from disk wants nearly all of them however small it is: a alone exceeds
 the limit. Then a chunk is made so large that its rows cost as much as it costs itself, and after it
-decodes go on alone for as long as it took.
+decodes go on alone for as long as it took. The line lags behind: rows cost more the further on in a
+prompt they are, and other work on the machine comes and goes. So chunks are planned as if they took
+longer than the line says by as much as the last ones did.
 
 A line through the times of steps with decodes only, by their rows, says what a row more takes: little
 where weights come from memory for all rows at once, much where rows want other experts. Where the
@@ -32,6 +34,7 @@ class Pace:
         self._rows = _Line(ROW_WEIGHT)
         self._n_telling = 0.0  # steps that told what a row takes, old ones counting less
         self._chunk = _Line(WEIGHT)
+        self._excess = 1.0  # what steps with chunks took, over what was expected; at least 1
         self._is_dear = False  # a chunk of the least rows exceeded the limit
         self._owed_s = 0.0  # to decodes, before the next chunk
 
@@ -44,10 +47,12 @@ class Pace:
             return 0
         chunk = self._chunk
         if not chunk.slope:
-            return min(room, UNKNOWN_ROWS)
+            # A row takes at most what a step of one takes.
+            sure = self._max_step_s / self._decode_s if self._decode_s else UNKNOWN_ROWS
+            return min(room, UNKNOWN_ROWS, max(int(sure), MIN_ROWS))
         seconds = chunk.fixed
         if not self._is_over_limit():
-            seconds = self._max_step_s - self._decode_s - chunk.fixed
+            seconds = self._max_step_s / self._excess - self._decode_s - chunk.fixed
             room = min(room, int(2 * chunk.x))  # farther off the line is a guess
         return min(room, max(int(seconds / chunk.slope), MIN_ROWS))
 
@@ -77,10 +82,19 @@ class Pace:
             return
         added_s = max(seconds - self._decode_s, 1e-7)
         if n_prefill >= MIN_ROWS:
+            self._compare(n_prefill, seconds)
             self._chunk.add(n_prefill, added_s)
         if n_prefill <= MIN_ROWS:
             self._is_dear = added_s > self._max_step_s
         self._owed_s = added_s if self._is_over_limit() else 0.0
+
+    def _compare(self, n_prefill: int, seconds: float) -> None:
+        """A step with a chunk took so long."""
+        chunk = self._chunk
+        if chunk.slope:
+            expected_s = self._decode_s + chunk.fixed + n_prefill * chunk.slope
+            excess = max(seconds / expected_s, 1.0)
+            self._excess = max(excess, _mean(self._excess, excess))
 
     def _is_over_limit(self) -> bool:
         """A chunk takes too long however small it is."""
