@@ -91,6 +91,12 @@ def create_app(config: ServerConfig, engine: Engine) -> FastAPI:
             ),
         )
     app.add_middleware(Linger)
-    templates = [r.path for router in ROUTERS for r in router.routes if isinstance(r, APIRoute)]
-    app.add_middleware(HttpMetrics, metrics=metrics, templates=templates)
+    routes = [
+        (route.path, method)
+        for router in ROUTERS
+        for route in router.routes
+        if isinstance(route, APIRoute)
+        for method in route.methods or ()
+    ]
+    app.add_middleware(HttpMetrics, metrics=metrics, routes=routes)
     return app

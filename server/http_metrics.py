@@ -26,25 +26,29 @@ def _request_id(scope: Scope) -> bytes:
 
 
 class HttpMetrics:
-    """Labels are route templates, never raw paths: scanners must not grow /metrics.
+    """Labels are route templates, never raw paths, and what no route takes is counted but not timed:
+    scanners must not grow /metrics.
 
     A request that ends before a status was sent counts as 499: its client left.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, templates: Iterable[str]) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, routes: Iterable[tuple[str, str]]) -> None:
+        """routes: path templates and methods; what is posted is shown from the first second."""
         self.app = app
         self.metrics = metrics
-        self.templates = frozenset(templates)
-
-    def _handler(self, scope: Scope) -> str:
-        path = getattr(scope.get("route"), "path", scope["path"])
-        return path if path in self.templates else "unmatched"
+        self.routes = frozenset(routes)
+        for path, method in sorted(self.routes):
+            if method == "POST":
+                metrics.http_seconds.labels(path, method)
 
     def _record(self, scope: Scope, status: int, seconds: float, request_id: bytes) -> None:
-        handler = self._handler(scope)
+        handler = getattr(scope.get("route"), "path", scope["path"])
         method = scope["method"] if scope["method"] in METHODS else "OTHER"
+        if (handler, method) in self.routes:
+            self.metrics.http_seconds.labels(handler, method).observe(seconds)
+        else:
+            handler = "unmatched"
         self.metrics.http_requests.labels(handler, method, f"{status // 100}xx").inc()
-        self.metrics.http_seconds.labels(handler, method).observe(seconds)
         key = scope.get("state", {}).get("key", "-")
         text = request_id.decode()
         log.info("%s %s %d %.3fs %s %s", method, handler, status, seconds, key, text)
