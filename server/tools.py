@@ -19,11 +19,12 @@ NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": Fals
 @dataclass(frozen=True, slots=True)
 class Calling:
     """shown: as the template gets them; schemas: of the arguments, by the names of those that may be
-    called; must: the answer has to be calls."""
+    called; must: the answer has to be calls; is_parallel: it may be several."""
 
     shown: list[dict[str, Any]] | None = None
     schemas: dict[str, Any] = field(default_factory=dict)
     must: bool = False
+    is_parallel: bool = True
 
 
 def read_tools(ask: ChatRequest, card: ModelCard) -> Calling:
@@ -49,12 +50,13 @@ def read_tools(ask: ChatRequest, card: ModelCard) -> Calling:
         tool.model_dump(exclude_unset=True, exclude={"function": {"strict"}}) for tool in ask.tools
     ]
     if choice in ("auto", "required"):
-        return Calling(shown, schemas, choice == "required")
+        return Calling(shown, schemas, choice == "required", ask.parallel_tool_calls)
     name = choice.removeprefix("=")
     if name not in schemas:
         message = f"tool_choice names {shorten(name)}, which is none of the tools."
         raise RequestError(message, param="tool_choice")
-    return Calling(shown, {name: schemas[name]}, True)
+    # Who names a tool wants that call: a small model may go on writing it to the end of its answer.
+    return Calling(shown, {name: schemas[name]}, must=True, is_parallel=False)
 
 
 def _read_choice(ask: ChatRequest) -> str:
@@ -78,13 +80,13 @@ def _read_choice(ask: ChatRequest) -> str:
 
 
 async def form_of(
-    calling: Calling, body: str | None, thinking: Thinking, ask: ChatRequest, card: ModelCard
+    calling: Calling, body: str | None, thinking: Thinking, card: ModelCard
 ) -> str | None:
     """The grammar of whole answers. body: of their content, checked."""
     schemas = calling.schemas if calling.must or body else {}
     if body is None and not schemas:
         return None
-    form = Form(None if calling.must else body, schemas, ask.parallel_tool_calls, thinking)
+    form = Form(None if calling.must else body, schemas, calling.is_parallel, thinking)
     special = card.dialect.special_ids(card.tokenizer)
     make = partial(dialect.grammar_of, dialect=card.dialect, special=special)
     try:

@@ -163,7 +163,7 @@ async def begin(service: Service, request: Request, ask: ChatRequest) -> Talk:
         context=context_of(service.engine),
     )
     thinking = card.dialect.thinking(prompt.text)
-    form = await form_of(calling, body, thinking, ask, card)
+    form = await form_of(calling, body, thinking, card)
     sampling = plan_sampling(service, ask, prompt, form)
     generation = service.generate(request, ask, [prompt], [sampling], ask.n)
     replies = [new_reply(ask, card, calling, thinking) for _ in range(ask.n)]
@@ -173,7 +173,7 @@ async def begin(service: Service, request: Request, ask: ChatRequest) -> Talk:
 def new_reply(ask: ChatRequest, card: ModelCard, calling: Calling, thinking: Thinking) -> Reply:
     if not calling.schemas and thinking == "no":
         return Reply()
-    syntax, max_calls = card.dialect.calls, None if ask.parallel_tool_calls else 1
+    syntax, max_calls = card.dialect.calls, None if calling.is_parallel else 1
     reader = ReplyReader(syntax, calling.schemas, thinking, max_calls)
     return Reply(reader, syntax.id_length) if syntax else Reply(reader)
 

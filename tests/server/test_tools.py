@@ -230,7 +230,7 @@ def test_required_and_named_calls_are_forced(tell: Any) -> None:
     assert not accepts(live, "No.")
     assert not accepts(live, CALL.replace('"Zürich"', "8"))
     named = {"type": "function", "function": {"name": "clock"}}
-    whole(live, tools=tools, tool_choice=named, parallel_tool_calls=False)
+    whole(live, tools=tools, tool_choice=named)
     assert accepts(live, CALL_2)
     assert not accepts(live, CALL)
     assert not accepts(live, CALL_2 + "\n" + CALL_2)
