@@ -42,6 +42,7 @@ HUNG_S = 60.0  # an answer takes seconds, a restart too
 WARM = 1 / 6  # of the time, before memory is looked at
 GROWN = 1.1  # memory after it that is not flat
 ALLOWED = {500, 503}  # while a worker is dead
+WAYS = {"whole": "whole", "stream": "streamed", "leave": "left in the middle"}
 STORY = "Once upon a time there was a little dog who lived in a big house by the sea. "
 
 
@@ -90,15 +91,15 @@ def table(found: dict[str, Any]) -> str:
     recovery = sorted(found["recovery_s"])
     rows = {
         "model, load": f"{found['model']}, {found['clients']} clients for {found['minutes']:g} minutes",
-        "answers": ", ".join(f"{n:,} {way}" for way, n in found["done"].items()),
+        "answers": ", ".join(f"{found['done'].get(way, 0):,} {WAYS[way]}" for way in WAYS),
         "tokens": f"{found['tokens']:,}",
         "wrong answers": len(found["wrong"]),
         "hung clients": len(found["hung"]),
         "workers killed": found["kills"],
-        "answers that failed around a kill": ", ".join(
+        "failed or refused around a kill": ", ".join(
             f"{n} {code}" for code, n in found["failed"].items()
         ),
-        "from a kill to the next answer": f"{statistics.median(recovery):.2f} s (median), "
+        "from a kill to ready again": f"{statistics.median(recovery):.2f} s (median), "
         f"{recovery[-1]:.2f} s (longest)"
         if recovery
         else "-",
@@ -319,13 +320,14 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=12)
     parser.add_argument("--record", action="store_true")
     flags = parser.parse_args()
+    name = "smollm2-135m"
     try:
-        model = hub.resolve("smollm2-135m")
+        model = hub.resolve(name)
     except ModelError as error:
         print(f"{error}\ntinystories in its place", file=sys.stderr)
-        model = hub.BUNDLED_FILE
+        name, model = "tinystories", hub.BUNDLED_FILE
     found = soak(model, minutes=flags.minutes, kill_every_s=flags.kill_every, clients=flags.clients)
-    summary = {"model": model.stem} | found.summary()
+    summary = {"model": name} | found.summary()
     print(json.dumps(summary, indent=2))
     if flags.record:
         record(summary)

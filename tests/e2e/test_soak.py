@@ -82,8 +82,8 @@ def test_its_figures_are_written_where_they_are_shown(
     )
     assert text.endswith("<!-- end -->\nb\n")
     for row in (
-        "| answers | 1,200 whole, 7 leave |", "| wrong answers | 0 |", "| workers killed | 2 |",
-        "| answers that failed around a kill | 3 worker_died |", "1.75 s (median), 2.50 s (longest)",
+        "| answers | 1,200 whole, 0 streamed, 7 left in the middle |", "| wrong answers | 0 |", "| workers killed | 2 |",
+        "| failed or refused around a kill | 3 worker_died |", "1.75 s (median), 2.50 s (longest)",
         "| memory of the front end | 100 to 110 MiB, the last minutes 1.1 times",
     ):  # fmt: skip
         assert text.count(row) == 1
