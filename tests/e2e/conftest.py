@@ -12,8 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from running import Server, serving
 
-from cflow.engine import hub
-from cflow.engine.errors import ModelError
+from oracles.real_models import RealModel
 
 # Few sequences and a short context: small KV memory, quick start.
 FLAGS = ("--context", "2048", "--max-sequences", "16")
@@ -21,11 +20,8 @@ FLAGS = ("--context", "2048", "--max-sequences", "16")
 
 @pytest.fixture(scope="session")
 def model() -> Path:
-    """SmolLM2-135M-Instruct, fetched and converted once into the cache."""
-    try:
-        return hub.resolve("smollm2-135m")
-    except ModelError as error:
-        pytest.skip(f"no model: {error}")
+    """SmolLM2-135M-Instruct."""
+    return RealModel.fetch("smollm2-135m").cflow
 
 
 @pytest.fixture(scope="session")

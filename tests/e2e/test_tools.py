@@ -13,8 +13,7 @@ from openai.types.chat import ChatCompletionMessageToolCall
 from pydantic import BaseModel
 from running import Server, serving
 
-from cflow.engine import hub
-from cflow.engine.errors import ModelError
+from oracles.real_models import RealModel
 
 WEATHER: dict[str, Any] = {
     "type": "function",
@@ -51,10 +50,7 @@ QUESTION: list[Any] = [{"role": "user", "content": "What is the weather in Paris
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    try:
-        model = hub.resolve("qwen2.5-coder-0.5b")
-    except ModelError as error:
-        pytest.skip(f"no model: {error}")
+    model = RealModel.fetch("qwen2.5-coder-0.5b").cflow
     with serving(model, "--context", "2048", "--max-sequences", "8") as server:
         yield server
 
