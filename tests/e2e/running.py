@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import openai
 
-START_S = 60.0
+PATIENCE_S = 60.0  # for what takes seconds on an idle machine
 
 
 class Server:
@@ -37,10 +37,10 @@ class Server:
         self._lines: list[str] = []
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
-        wait_for(lambda: self._address() is not None or self.process.poll() is not None, START_S)
+        wait_for(lambda: self._address() is not None or self.process.poll() is not None)
         assert self._address() is not None, self.log
         self.url = self._address() or ""
-        self.http = httpx.Client(base_url=self.url, timeout=60, verify=False)
+        self.http = httpx.Client(base_url=self.url, timeout=PATIENCE_S, verify=False)
 
     def _read(self) -> None:
         assert self.process.stderr is not None
@@ -63,7 +63,7 @@ class Server:
         return self.http.get(path).status_code
 
     def ready(self) -> Server:
-        assert wait_for(lambda: self.status("/ready") == 200, START_S), self.log
+        assert wait_for(lambda: self.status("/ready") == 200), self.log
         return self
 
     def openai(self, **options: Any) -> openai.OpenAI:
@@ -112,7 +112,7 @@ class Server:
             self.process.send_signal(signal.SIGTERM)
             time.sleep(0.05)
             self.process.send_signal(signal.SIGTERM)
-        code = self.process.wait(20)
+        code = self.process.wait(PATIENCE_S)
         self._reader.join()
         return code
 
@@ -141,17 +141,15 @@ class Stream:
         self.events: list[dict[str, Any]] = []
         self._server = server
         self._fields = LONG | fields
-        self.ended = 0.0
         self._thread = threading.Thread(target=self._read)
         self._thread.start()
 
     def _read(self) -> None:
         for event in self._server.events("/v1/completions", self._fields):
             self.events.append(event)
-        self.ended = time.monotonic()
 
-    def join(self, timeout_s: float = 20) -> list[dict[str, Any]]:
-        self._thread.join(timeout_s)
+    def join(self) -> list[dict[str, Any]]:
+        self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()
         return self.events
 
@@ -191,9 +189,9 @@ def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
+def wait_for(condition: Callable[[], bool]) -> bool:
     """Whether it became true in time."""
-    end = time.monotonic() + seconds
+    end = time.monotonic() + PATIENCE_S
     while time.monotonic() < end:
         if condition():
             return True

@@ -85,9 +85,9 @@ def split(served: Served, said: list[Events], name: str) -> list[Events]:
 def come_to_rest(served: Served) -> None:
     """Also what is read ahead ends, and an idle server says so."""
     running = ("vllm:num_requests_running", "vllm:num_requests_waiting")
-    assert wait_for(lambda: not any(map(served.server.metric, running)), 5)
+    assert wait_for(lambda: not any(map(served.server.metric, running)))
     reading = ("disk_inflight", "disk_overdue")
-    assert wait_for(lambda: not any(map(served.metric, reading)), 5)
+    assert wait_for(lambda: not any(map(served.metric, reading)))
 
 
 def check_nothing_is_left(served: Served) -> None:
@@ -231,7 +231,7 @@ def test_one_read_that_fails(served: Served, kind: Kind, error: int, fault: str,
     (name,) = names
     assert name.startswith("layer ")
     assert (", expert " in name) == (served.weights == "experts")
-    assert wait_for(lambda: served.metric("faults_total", kind=fault) == before + 1, 5)
+    assert wait_for(lambda: served.metric("faults_total", kind=fault) == before + 1)
     check_nothing_is_left(served)
 
 
@@ -265,7 +265,7 @@ def test_a_disk_that_hangs(served: Served) -> None:
     assert failed
     assert served.disk.n_hanging == 1
     for name in ("disk_overdue", "disk_inflight"):
-        assert wait_for(lambda name=name: served.metric(name) == 1, 5), name
+        assert wait_for(lambda name=name: served.metric(name) == 1), name
     assert served.metric("faults_total", kind="timed_out") > 0
     split(served, ask_all(server), text)  # what it holds does not come from anywhere else
     check_nothing_is_left(served)

@@ -54,7 +54,7 @@ class Box:
         self.name = started.stdout.strip()
         url = f"{scheme}://127.0.0.1:{self.port}"
         self.http = httpx.Client(base_url=url, timeout=30, verify=False)
-        assert wait_for(self.is_ready, 60), self.log()
+        assert wait_for(self.is_ready), self.log()
 
     def close(self) -> None:
         self.http.close()

@@ -84,8 +84,8 @@ def test_cancellation(shared: Server) -> None:
     for _, _chunk in zip(range(3), stream, strict=False):
         pass
     stream.close()
-    assert wait_for(lambda: shared.metric("vllm:num_requests_running") == 0, 2)
-    assert wait_for(lambda: shared.metric("cflow_cancelled_total") == before + 1, 1)
+    assert wait_for(lambda: shared.metric("vllm:num_requests_running") == 0)
+    assert wait_for(lambda: shared.metric("cflow_cancelled_total") == before + 1)
 
 
 def test_errors_have_the_clients_types(shared: Server) -> None:

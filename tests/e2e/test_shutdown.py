@@ -14,9 +14,7 @@ from running import Server, Stream, assert_failed, is_alive, wait_for
 def end(server: Server, *, within_s: float) -> None:
     """It exits with 0 in time and leaves no worker."""
     workers = server.workers()
-    started = time.monotonic()
     assert server.process.wait(within_s) == 0, server.log
-    assert time.monotonic() - started < within_s
     assert not any(is_alive(worker) for worker in workers)
     assert "Traceback" not in server.log
 
@@ -39,36 +37,35 @@ def test_never_ready_before_it_can_answer(start: Callable[..., Server]) -> None:
 
 def test_running_streams_finish(start: Callable[..., Server]) -> None:
     server = start().ready()
-    stream = Stream(server, max_tokens=400)
-    assert wait_for(lambda: len(stream.events) > 3, 10)
+    stream = Stream(server, n=4, max_tokens=400)
+    assert wait_for(lambda: len(stream.events) > 3)
     server.process.send_signal(signal.SIGTERM)
-    assert wait_for(lambda: server.status("/ready") == 503, 2)
+    assert wait_for(lambda: server.status("/ready") == 503)
     assert server.status("/live") == 200
     refused = server.http.post("/v1/completions", json={"prompt": "x"})
     assert refused.status_code == 503
     assert refused.json()["error"]["code"] == "draining"
     assert refused.headers["connection"] == "close"
-    events = stream.join(30)
+    events = stream.join()
     assert events[-1] == {"done": True}
-    assert events[-2]["choices"][0]["finish_reason"] == "length"
+    ends = [choice["finish_reason"] for event in events[:-1] for choice in event["choices"]]
+    assert ends.count("length") == 4
     end(server, within_s=10)
 
 
 def test_streams_past_the_limit_get_an_error(start: Callable[..., Server]) -> None:
     server = start("--drain-timeout", "1").ready()
     stream = Stream(server, n=8)
-    assert wait_for(lambda: len(stream.events) > 3, 10)
+    assert wait_for(lambda: len(stream.events) > 3)
     server.process.send_signal(signal.SIGTERM)
-    started = time.monotonic()
     assert_failed(stream.join(), "draining")
-    assert time.monotonic() - started < 4
     end(server, within_s=5)
 
 
 def test_a_second_signal_is_quick(start: Callable[..., Server]) -> None:
     server = start().ready()
     stream = Stream(server, n=8)
-    assert wait_for(lambda: len(stream.events) > 3, 10)
+    assert wait_for(lambda: len(stream.events) > 3)
     server.process.send_signal(signal.SIGTERM)
     time.sleep(0.3)
     assert server.process.poll() is None
@@ -115,9 +112,9 @@ def test_sighup_reads_the_keys_again(start: Callable[..., Server], tmp_path: Pat
     assert (status("one"), status("two")) == (200, 401)
     keys.write_text("alice: two\n")
     server.process.send_signal(signal.SIGHUP)
-    assert wait_for(lambda: status("two") == 200, 5)
+    assert wait_for(lambda: status("two") == 200)
     assert status("one") == 401
     keys.write_text("")
     server.process.send_signal(signal.SIGHUP)
-    assert wait_for(lambda: "holds no key" in server.log, 5)
+    assert wait_for(lambda: "holds no key" in server.log)
     assert status("two") == 200

