@@ -154,8 +154,13 @@ class Soak:
     asks: list[Ask]
     report: Report
     kill_every_s: float
-    end: float = 0.0  # of the load
+    n_kills: int
+    end: float = 0.0  # of the load, or later: with the last kill's consequences
     killed: float = -1e9  # when last
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() >= self.end and len(self.report.recovery_s) == self.n_kills
 
     async def run(self, seed: int) -> None:
         self.end = time.monotonic() + 60 * self.report.minutes
@@ -168,7 +173,7 @@ class Soak:
 
     async def _client(self, http: httpx.AsyncClient, choose: random.Random) -> None:
         ways = {"whole": self._whole, "stream": self._stream, "leave": self._leave}
-        while time.monotonic() < self.end:
+        while not self.is_over:
             way, ask = choose.choice(list(ways)), choose.choice(self.asks)
             try:
                 async with asyncio.timeout(HUNG_S):
@@ -250,21 +255,22 @@ class Soak:
     # ---- what is done to the server ----
 
     async def _kill(self, http: httpx.AsyncClient) -> None:
-        while time.monotonic() + self.kill_every_s < self.end:
+        for _ in range(self.n_kills):
             await asyncio.sleep(self.kill_every_s)
             (worker,) = workers_of(self.server.process.pid)
             self.killed = time.monotonic()
             os.kill(worker, signal.SIGKILL)
             self.report.kills += 1
-            while (await http.get("/ready")).status_code == 200:
-                await asyncio.sleep(0.01)
-            while (await http.get("/ready")).status_code != 200:
-                await asyncio.sleep(0.05)
+            async with asyncio.timeout(HUNG_S):
+                while (await http.get("/ready")).status_code == 200:
+                    await asyncio.sleep(0.01)
+                while (await http.get("/ready")).status_code != 200:
+                    await asyncio.sleep(0.05)
             self.report.recovery_s.append(time.monotonic() - self.killed)
 
     async def _watch(self) -> None:
         began = told = time.monotonic()
-        while time.monotonic() < self.end:
+        while not self.is_over:
             await asyncio.sleep(1)
             self.report.front_bytes.append(resident(self.server.process.pid))
             for worker in workers_of(self.server.process.pid):
@@ -294,9 +300,10 @@ def soak(
     model: Path, *, minutes: float, kill_every_s: float, clients: int, seed: int = 1
 ) -> Report:
     report = Report(minutes, clients)
+    n_kills = max(0, int(60 * minutes / kill_every_s) - 1)
     with serving(model, "--max-sequences", "16") as server:
         asks = known(server)
-        asyncio.run(Soak(server, asks, report, kill_every_s).run(seed))
+        asyncio.run(Soak(server, asks, report, kill_every_s, n_kills).run(seed))
         server.ready()
         again = known(server)
         report.wrong += [

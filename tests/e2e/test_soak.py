@@ -18,14 +18,14 @@ from cflow.engine.hub import BUNDLED_FILE
 
 
 def test_mixed_load_and_two_kills() -> None:
-    report = soak(BUNDLED_FILE, minutes=0.4, kill_every_s=8, clients=6)
+    report = soak(BUNDLED_FILE, minutes=0.2, kill_every_s=4, clients=6)
     assert report.wrong == report.hung == []
     assert report.kills == len(report.recovery_s) == 2
     assert min(report.done[way] for way in ("whole", "stream", "leave")) > 5
 
 
 def made(**fields: Any) -> Soak:
-    return Soak(None, [], Report(1, 1), 1.0, **fields)  # type: ignore[arg-type]
+    return Soak(None, [], Report(1, 1), 1.0, 0, **fields)  # type: ignore[arg-type]
 
 
 def test_another_letter_is_a_wrong_answer() -> None:
