@@ -21,7 +21,7 @@ from oracles.bad_disk import BadDisk, Kind
 from oracles.model_file import ModelFile
 
 FLAGS = ("--context", "512", "--max-sequences", "3", "--speculation", "off")  # a token an event
-TIMEOUT_S = 4
+TIMEOUT_S = 2
 PROMPTS = [f"{i}: a text of its own" for i in range(6)]
 N_TOKENS = 16
 
@@ -203,12 +203,12 @@ def test_short_interrupted_and_late_reads_change_nothing(served: Served) -> None
     check_nothing_is_left(served)
 
 
-def test_a_read_of_three_seconds_is_waited_for(served: Served) -> None:
+def test_a_read_of_a_second_is_waited_for(served: Served) -> None:
     stall_s = served.metric("stall_seconds_total")
-    served.strike(Kind.WAITS, times=1, wait_ms=3000)
+    served.strike(Kind.WAITS, times=1, wait_ms=1000)
     assert ask_all(served.server) == served.clean
     assert served.disk.n_struck == 1
-    assert served.metric("stall_seconds_total") - stall_s > 1
+    assert served.metric("stall_seconds_total") - stall_s > 0.3
     check_nothing_is_left(served)
 
 
