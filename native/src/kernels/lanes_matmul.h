@@ -24,7 +24,8 @@ typedef struct {
 typedef struct {
     const matmul_args *args;
     const uint8_t *head, *block; /* of the tile, of the block */
-    size_t lane;                 /* first row of the chunk in the stripe */
+    size_t group;                /* even: the chunk begins */
+    uint32_t lane;               /* with this row of it, or of the one behind it */
     uint32_t b;                  /* the block in its tile */
     uint32_t column;             /* the block's first, of the matrix */
     uint32_t row, m;             /* first row of x, how many */
@@ -79,11 +80,11 @@ static INLINE void walk_rows(const matmul_args *a, const form f, void (*add)(con
                              uint32_t row, uint32_t m) {
     alignas(64) float acc[128 * BATCH];
     alignas(64) x_tile x[BATCH];
-    const uint32_t first = a->first * 16, end = first + a->n_groups * 16;
+    const size_t end = a->first + a->n_groups;
     const size_t head_bytes = (size_t)a->stripe_groups * f.head;
     const size_t block_bytes = (size_t)a->stripe_groups * f.block;
     const size_t ahead = (AHEAD + block_bytes - 1) / block_bytes * block_bytes;
-    memset(acc, 0, sizeof(float) * (end - first) * m);
+    memset(acc, 0, sizeof *acc * a->n_groups * 16 * m);
     piece p = {.args = a, .head = a->stripe, .block = a->stripe, .row = row, .m = m, .x = x};
     for (uint32_t block = 0; block < a->n_blocks; block++) {
         p.b = block % 8;
@@ -96,18 +97,25 @@ static INLINE void walk_rows(const matmul_args *a, const form f, void (*add)(con
                 pack(&a->x, x_row_of(a, row + i), block, f, x + i);
             }
         }
-        for (uint32_t lane = first; lane < end; lane += f.chunk) {
-            p.lane = lane;
-            p.acc = acc + (size_t)(lane - first) * m;
-            fetch(p.block + lane * (f.block / 16), f.chunk * (f.block / 16), ahead);
-            add(&p);
+        for (p.group = a->first; p.group < end; p.group += 2) {
+            fetch(p.block + p.group * f.block, 2 * f.block, ahead);
+#pragma GCC unroll 4 /* so many with AVX2: rows become fixed distances */
+            for (p.lane = 0; p.lane < 32; p.lane += f.chunk) {
+                p.acc = acc + ((p.group - a->first) * 16 + p.lane) * m;
+                add(&p);
+            }
         }
         p.block += block_bytes;
     }
     store_rows(a, row, m, f.chunk, acc);
 }
 
+/* One row alone has code of its own, in which what a block has of it stays in registers. */
 static INLINE void walk(const matmul_args *a, const form f, void (*add)(const piece *)) {
+    if (a->m == 1) {
+        walk_rows(a, f, add, 0, 1);
+        return;
+    }
     for (uint32_t row = 0; row < a->m; row += BATCH) {
         walk_rows(a, f, add, row, a->m - row < BATCH ? a->m - row : BATCH);
     }
@@ -117,16 +125,21 @@ static INLINE void walk(const matmul_args *a, const form f, void (*add)(const pi
 
 enum { CHUNK = UNITS * LANES };
 
-/* The first code bytes of the chunk's unit u, where a group's codes take `group` bytes. */
-static INLINE const uint8_t *unit_codes(const uint8_t *codes, size_t lane, uint32_t u,
-                                        size_t group) {
-    const size_t unit_lane = lane + u * LANES;
-    return codes + unit_lane / 16 * group + unit_lane % 16 * 4;
+/* The first code bytes of the chunk's unit u, where a group's codes take `group_bytes`. */
+static INLINE const uint8_t *unit_codes(const piece *p, const uint8_t *codes, uint32_t u,
+                                        size_t group_bytes) {
+    const uint32_t lane = p->lane + u * LANES;
+    return codes + (p->group + lane / 16) * group_bytes + lane % 16 * 4;
 }
 
-static INLINE void nibbles(const uint8_t *codes, size_t lane, vi w[UNITS][8]) {
+/* Its first row in the stripe. */
+static INLINE size_t unit_row(const piece *p, uint32_t u) {
+    return p->group * 16 + p->lane + u * LANES;
+}
+
+static INLINE void nibbles(const piece *p, vi w[UNITS][8]) {
     for (uint32_t u = 0; u < UNITS; u++) {
-        const uint8_t *unit = unit_codes(codes, lane, u, 256);
+        const uint8_t *unit = unit_codes(p, p->block, u, 256);
         for (int v = 0; v < 4; v++) {
             const vi both = i_load(unit + 64 * v);
             w[u][2 * v] = low_nibbles(both);
@@ -152,8 +165,8 @@ static INLINE void add_rows(const piece *p, dot_fn dot, const vi w[UNITS][8], co
     }
 }
 
-static INLINE void load_halves(const uint8_t *halves, size_t lane, vf out[UNITS]) {
-    for (uint32_t u = 0; u < UNITS; u++) out[u] = f_of_f16(halves + (lane + u * LANES) * 2);
+static INLINE void load_halves(const piece *p, const uint8_t *halves, vf out[UNITS]) {
+    for (uint32_t u = 0; u < UNITS; u++) out[u] = f_of_f16(halves + unit_row(p, u) * 2);
 }
 
 static INLINE void add_q4(const piece *p, int has_m) {
@@ -161,9 +174,9 @@ static INLINE void add_q4(const piece *p, int has_m) {
     const uint8_t *scales = p->block + rows * 16;
     vi w[UNITS][8];
     vf d[UNITS], m[UNITS];
-    nibbles(p->block, p->lane, w);
-    load_halves(scales, p->lane, d);
-    if (has_m) load_halves(scales + rows * 2, p->lane, m);
+    nibbles(p, w);
+    load_halves(p, scales, d);
+    if (has_m) load_halves(p, scales + rows * 2, m);
     add_rows(p, dot_nibbles, w, d, has_m ? m : NULL);
 }
 
@@ -173,11 +186,11 @@ static INLINE void add_q8(const piece *p, int has_m) {
     vi w[UNITS][8];
     vf d[UNITS], m[UNITS];
     for (uint32_t u = 0; u < UNITS; u++) {
-        const uint8_t *unit = unit_codes(p->block, p->lane, u, 512);
+        const uint8_t *unit = unit_codes(p, p->block, u, 512);
         for (int j = 0; j < 8; j++) w[u][j] = byte_codes(i_load(unit + 64 * j));
     }
-    load_halves(scales, p->lane, d);
-    if (has_m) load_halves(scales + rows * 2, p->lane, m);
+    load_halves(p, scales, d);
+    if (has_m) load_halves(p, scales + rows * 2, m);
     add_rows(p, dot_bytes, w, d, has_m ? m : NULL);
 }
 
@@ -199,22 +212,22 @@ static INLINE void add_q4_k(const piece *p) {
     const uint8_t *scales = p->block + rows * 16;
     vi w[UNITS][8];
     vf d[UNITS], m[UNITS];
-    nibbles(p->block, p->lane, w);
-    load_halves(p->head, p->lane, d);
-    load_halves(p->head + rows * 2, p->lane, m);
+    nibbles(p, w);
+    load_halves(p, p->head, d);
+    load_halves(p, p->head + rows * 2, m);
     for (uint32_t u = 0; u < UNITS; u++) {
-        const size_t lane = p->lane + u * LANES;
-        d[u] = d[u] * f_of_int(i_of_u8(scales + lane));
-        m[u] = -(m[u] * f_of_int(i_of_u8(scales + rows + lane)));
+        const size_t row = unit_row(p, u);
+        d[u] = d[u] * f_of_int(i_of_u8(scales + row));
+        m[u] = -(m[u] * f_of_int(i_of_u8(scales + rows + row)));
     }
     add_rows(p, dot_nibbles, w, d, m);
 }
 
 static INLINE void six_bits(const piece *p, vi w[UNITS][8]) {
     const uint8_t *pairs = p->block + (size_t)p->args->stripe_groups * 256;
-    nibbles(p->block, p->lane, w);
+    nibbles(p, w);
     for (uint32_t u = 0; u < UNITS; u++) {
-        const uint8_t *unit = unit_codes(pairs, p->lane, u, 128);
+        const uint8_t *unit = unit_codes(p, pairs, u, 128);
         for (int half = 0; half < 2; half++) {
             const vi four = i_load(unit + 64 * half);
             for (int k = 0; k < 4; k++) {
@@ -231,10 +244,10 @@ static INLINE void add_q6_k(const piece *p) {
     vf d[2][UNITS];
     six_bits(p, w);
     for (uint32_t u = 0; u < UNITS; u++) {
-        const size_t lane = p->lane + u * LANES;
-        const vf scale = f_of_f16(p->head + lane * 2);
-        d[0][u] = scale * f_of_int(i_of_i8(scales + lane));
-        d[1][u] = scale * f_of_int(i_of_i8(scales + rows + lane));
+        const size_t row = unit_row(p, u);
+        const vf scale = f_of_f16(p->head + row * 2);
+        d[0][u] = scale * f_of_int(i_of_i8(scales + row));
+        d[1][u] = scale * f_of_int(i_of_i8(scales + rows + row));
     }
     for (uint32_t i = 0; i < p->m; i++) {
         const x_tile *x = p->x + i;
@@ -255,15 +268,15 @@ static INLINE void add_q6_k(const piece *p) {
 
 enum { FLOAT_CHUNK = 2 * LANES };
 
-static INLINE const uint8_t *float_unit(const piece *p, size_t lane, uint32_t bytes) {
-    return p->block + (lane / 16 * 512 + lane % 16) * bytes;
+static INLINE const uint8_t *float_unit(const piece *p, uint32_t u, uint32_t bytes) {
+    const uint32_t lane = p->lane + u * LANES;
+    return p->block + ((p->group + lane / 16) * 512 + lane % 16) * bytes;
 }
 
 /* n rows of x from the piece's row i on; acc = fma(w, x, acc) column by column. */
 static INLINE void add_float_rows(const piece *p, vf (*widen)(const uint8_t *), uint32_t bytes,
                                   uint32_t i, const uint32_t n) {
-    const uint8_t *w0 = float_unit(p, p->lane, bytes);
-    const uint8_t *w1 = float_unit(p, p->lane + LANES, bytes);
+    const uint8_t *w0 = float_unit(p, 0, bytes), *w1 = float_unit(p, 1, bytes);
     float *acc = p->acc + (size_t)i * FLOAT_CHUNK;
     const float *x[4];
     vf sum[4][2];
