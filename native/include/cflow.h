@@ -518,7 +518,7 @@ cflow_status cflow_ctx_sample(cflow_ctx *ctx, const cflow_pick *picks, int32_t n
 
 void cflow_ctx_cancel(cflow_ctx *ctx); /* any thread: the running step ends early */
 /* Any thread: grows while a step gets on, by one for every stage, two for the head, and where
- * experts come from disk by one for every wave of them and every wait that ended. */
+ * weights come from disk by one for every wave of experts and every wait that ended. */
 uint64_t cflow_ctx_stage_count(const cflow_ctx *ctx);
 uint64_t cflow_ctx_read_bytes(const cflow_ctx *ctx); /* weight bytes streamed so far */
 

@@ -7,7 +7,8 @@
  *
  * A record is absent, queued, loading or resident. It lies in one slot, all of one size, and stays
  * while it is pinned, waited for, or demanded and not yet acquired; the least recently used of the
- * others gives way. Acquiring any of a list lets a stage that needs more records than there are
+ * others gives way. Where there is none, what is only demanded gives way to what is waited for, and
+ * is read again. Acquiring any of a list lets a stage that needs more records than there are
  * slots run in waves: acquire, compute, release, acquire. A queued record waits until a slot can be
  * had; who holds pins on every slot and waits for another record waits for himself.
  *
@@ -75,6 +76,7 @@ cflow_status tier_open(tier **out, file *f, const tier_record *records, uint32_t
                        const tier_options *options, cflow_error *err);
 /* Nobody waits or holds pins any more. */
 void tier_close(tier *t);
+/* How many records fit. */
 uint32_t tier_slots(const tier *t);
 /* Adds what the slots take, and of it what huge pages back, read back now; reads /proc, so not for
  * every step. */
