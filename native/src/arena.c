@@ -9,10 +9,6 @@
 
 enum { LINE = 64, PAGE = 4096, HUGE_PAGE = 2 << 20 };
 
-static size_t round_up(size_t n, size_t to) {
-    return (n + to - 1) / to * to;
-}
-
 static cflow_status no_memory(size_t bytes, const char *what, cflow_error *err) {
     return fail(err, CFLOW_ENOMEM, "no memory for %s: %zu bytes (%.1f GB) are not to be had", what,
                 bytes, (double)bytes / 1e9);

@@ -28,4 +28,9 @@ uint64_t arena_huge_bytes(const arena *a);
 void *memory_zeroed(size_t n, size_t size);
 void memory_free(void *p);
 
+/* To the next multiple of `to`. */
+static inline size_t round_up(size_t n, size_t to) {
+    return (n + to - 1) / to * to;
+}
+
 #endif

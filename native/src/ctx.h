@@ -107,12 +107,12 @@ struct cflow_ctx {
     atomic_uint_fast64_t stage_count, read_bytes;
 };
 
-static inline size_t round_up(size_t n, size_t to) {
-    return (n + to - 1) / to * to;
-}
-
 static inline buffer *ctx_buffer(const cflow_ctx *ctx, uint32_t v) {
     return &ctx->buffers[ctx->options.keep_values ? v : ctx->model->plan->values[v].slot];
+}
+/* Whom an expert op's experts are for. */
+static inline groups *op_groups(const cflow_ctx *ctx, const op *o) {
+    return ctx_buffer(ctx, o->in[1])->groups;
 }
 static inline void *ctx_scratch(const cflow_ctx *ctx, int thread) {
     return ctx->scratch + (size_t)thread * ctx->scratch_bytes;
@@ -177,8 +177,9 @@ static inline int phase_has(const op *o, uint32_t phase) {
     return o->kind == (o->stage == phase / 2 ? OP_EXPERT_GATED : OP_EXPERT_DOWN);
 }
 
-/* waves.c, by one thread between two phases. Where experts are on disk, those whose records are
- * there, pinned, run as a wave. A phase with any other work does not wait for records. */
+/* waves.c, by one thread, but for the first between two phases. Where experts are on disk, those
+ * whose records are there, pinned, run as a wave. A phase with any other work does not wait for
+ * records. */
 
 /* Has experts read, after OP_SELECT. scratch: 5 bytes for each of a layer. */
 void waves_selected(cflow_ctx *ctx, const op *select, void *scratch);
@@ -190,9 +191,6 @@ int waves_wait(cflow_ctx *ctx, uint32_t phase);
 uint32_t waves_end(cflow_ctx *ctx, uint32_t phase);
 /* The step ends before `phase`: unpins and withdraws everything. */
 void waves_abandon(cflow_ctx *ctx, uint32_t phase);
-
-/* For what a step sleeps. */
-uint64_t now_ns(void);
 
 /* ring.c, by one thread between two phases, where the weights of layers are on disk. */
 

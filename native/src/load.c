@@ -36,10 +36,6 @@ typedef struct {
     cflow_error error;
 } loader;
 
-static uint64_t round_up(uint64_t n, uint64_t to) {
-    return (n + to - 1) / to * to;
-}
-
 static const cflow_section *bank_section(const loader *l, cflow_section_id id) {
     return &l->m->header.sections[id];
 }

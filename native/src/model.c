@@ -2,9 +2,9 @@
 #include "model.h"
 
 #include <string.h>
-#include <time.h>
 
 #include "check.h"
+#include "clock.h"
 #include "file.h"
 #include "kernels.h"
 #include "load.h"
@@ -161,16 +161,10 @@ static cflow_status open_model(cflow_model *m, file *f, const cflow_model_option
     return s;
 }
 
-static double now_s(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
 cflow_status model_open(cflow_model **out, const cflow_model_options *options,
                         const tier_hooks *hooks, cflow_error *err) {
     *out = NULL;
-    const double start = now_s();
+    const double start = clock_s();
     if (!options->path || options->n_threads < 1 || options->n_threads > MAX_READERS)
         return fail(err, CFLOW_EINVAL, "a path and 1 to %d readers are needed, not %d", MAX_READERS,
                     options->n_threads);
@@ -192,7 +186,7 @@ cflow_status model_open(cflow_model **out, const cflow_model_options *options,
         cflow_model_close(m);
         return s;
     }
-    m->memory.load_s = now_s() - start;
+    m->memory.load_s = clock_s() - start;
     *out = m;
     return CFLOW_OK;
 }

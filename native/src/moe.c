@@ -155,10 +155,6 @@ void guess_run(cflow_ctx *ctx, const op *o, int thread) {
 
 /* ---- OP_EXPERT_GATED and OP_EXPERT_DOWN: one span is one expert that is in the op ---- */
 
-static const groups *op_groups(const cflow_ctx *ctx, const op *o) {
-    return ctx_buffer(ctx, o->in[1])->groups;
-}
-
 uint32_t expert_spans(const cflow_ctx *ctx, const op *o) {
     const groups *g = op_groups(ctx, o);
     return o->kind == OP_EXPERT_DOWN ? g->n_gated - g->n_done : g->n_ready - g->n_gated;

@@ -1,8 +1,8 @@
 /* Read bandwidth of main memory: what decode can at best reach. */
 #include <string.h>
-#include <time.h>
 
 #include "arena.h"
+#include "clock.h"
 #include "pool.h"
 #include "status.h"
 
@@ -18,12 +18,6 @@ typedef struct {
     pool *pool;
     double best_s;
 } probe;
-
-static double now_s(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
 
 /* Four independent sums, so that additions never wait for each other. */
 static inline __attribute__((always_inline)) void sum_lines(const uint8_t *memory, size_t bytes) {
@@ -65,10 +59,10 @@ static void run_probe(void *arg, int thread) {
     memset(share, 1, p->share); /* pages that were never written share one page of zeros */
     for (int pass = 0; pass < p->passes; pass++) {
         pool_barrier(p->pool);
-        const double start = now_s();
+        const double start = clock_s();
         p->sum(share, p->share);
         pool_barrier(p->pool);
-        const double taken = now_s() - start;
+        const double taken = clock_s() - start;
         if (thread == 0 && (pass == 0 || taken < p->best_s)) p->best_s = taken;
     }
 }

@@ -3,6 +3,7 @@
 #include <stdlib.h>
 
 #include "check.h"
+#include "clock.h"
 #include "ctx.h"
 #include "status.h"
 #include "tensors.h"
@@ -230,10 +231,16 @@ static void place(void *arg, uint32_t record, const uint8_t *bytes) {
             tensor_matrix(m, &m->tensors[i])->data = bytes + (m->tensors[i].offset - start);
 }
 
-static cflow_status keep_record(const ring *r, uint32_t record, cflow_error *err) {
-    uint32_t which, i = 0;
+/* `place` has said where its matrices are by then. */
+static tier_result pin(const ring *r, uint32_t record, const atomic_int *cancel) {
+    uint32_t which;
     const uint8_t *bytes;
-    const tier_result result = tier_acquire(r->tier, &record, 1, NULL, &which, &bytes);
+    return tier_acquire(r->tier, &record, 1, cancel, &which, &bytes);
+}
+
+static cflow_status keep_record(const ring *r, uint32_t record, cflow_error *err) {
+    const tier_result result = pin(r, record, NULL);
+    uint32_t i = 0;
     if (!result) return CFLOW_OK;
     while (r->segments[i].record != record) i++;
     return fail(err, record_status(result), "resident bank, matrices of block %u: %s",
@@ -285,11 +292,8 @@ void ring_close(ring *r) {
 }
 
 tier_result ring_pin(const cflow_model *m, uint32_t tensor) {
-    uint32_t which;
-    const uint8_t *bytes;
     const uint32_t record = m->ring ? m->ring->record_of[tensor] : NO_RECORD;
-    if (record == NO_RECORD) return TIER_OK;
-    return tier_acquire(m->ring->tier, &record, 1, NULL, &which, &bytes);
+    return record == NO_RECORD ? TIER_OK : pin(m->ring, record, NULL);
 }
 
 void ring_unpin(const cflow_model *m, uint32_t tensor) {
@@ -322,12 +326,9 @@ static void fail_rows(cflow_ctx *ctx, uint32_t layer, tier_result result) {
 }
 
 static tier_result wait_for(cflow_ctx *ctx, uint32_t record) {
-    uint32_t which;
-    const uint8_t *bytes;
-    const uint64_t began = now_ns();
-    const tier_result result =
-        tier_acquire(ctx->model->ring->tier, &record, 1, &ctx->cancelled, &which, &bytes);
-    ctx->usage[0].stall_ns += now_ns() - began;
+    const uint64_t began = clock_ns();
+    const tier_result result = pin(ctx->model->ring, record, &ctx->cancelled);
+    ctx->usage[0].stall_ns += clock_ns() - began;
     atomic_fetch_add(&ctx->stage_count, 1);
     return result;
 }

@@ -106,7 +106,7 @@ static cflow_status find_users(const cflow_model *m, uint32_t *first_layer, cflo
 /* ---- expert records ---- */
 
 uint64_t record_bytes(const cflow_record *r) {
-    return (r->bytes + RECORD_ALIGN - 1) / RECORD_ALIGN * RECORD_ALIGN;
+    return round_up(r->bytes, RECORD_ALIGN);
 }
 
 static cflow_status check_record(const cflow_record *r, uint32_t block, uint32_t expert,

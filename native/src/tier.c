@@ -7,10 +7,10 @@
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 #include <unistd.h>
 
 #include "arena.h"
+#include "clock.h"
 #include "ghost.h"
 #include "kernels.h"
 #include "list.h"
@@ -74,18 +74,12 @@ struct tier {
 
 /* ---- time ---- */
 
-static double monotonic_s(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
-}
-
 static double now_s(const tier *t) {
-    return t->options.hooks.now ? t->options.hooks.now(t->options.hooks.arg) : monotonic_s();
+    return t->options.hooks.now ? t->options.hooks.now(t->options.hooks.arg) : clock_s();
 }
 
 static void sleep_on(tier *t, pthread_cond_t *cond, double seconds) {
-    const double end = monotonic_s() + fmin(seconds, MAX_TIMEOUT_S);
+    const double end = clock_s() + fmin(seconds, MAX_TIMEOUT_S);
     const struct timespec until = {.tv_sec = (time_t)end,
                                    .tv_nsec = (long)((end - floor(end)) * 1e9)};
     pthread_cond_timedwait(cond, &t->lock, &until);

@@ -1,12 +1,7 @@
 /* Experts as their records come: which of them are in the phase that is about to run. */
-#include <time.h>
-
+#include "clock.h"
 #include "ctx.h"
 #include "tensors.h"
-
-static groups *op_groups(const cflow_ctx *ctx, const op *o) {
-    return ctx_buffer(ctx, o->in[1])->groups;
-}
 
 /* The next op of one kind in a stage; after NULL the first, after the last NULL. */
 static const op *next_op(const cflow_ctx *ctx, uint32_t stage, op_kind kind, const op *after) {
@@ -121,12 +116,6 @@ static void lose(cflow_ctx *ctx, const op *o, groups *g, uint32_t index, tier_re
 
 /* ---- waiting ---- */
 
-uint64_t now_ns(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (uint64_t)t.tv_sec * 1000000000 + (uint64_t)t.tv_nsec;
-}
-
 /* All experts of the stage that are still on their way, into ctx->wanted. */
 static uint32_t list_wanted(cflow_ctx *ctx, uint32_t stage) {
     uint32_t n = 0;
@@ -154,10 +143,10 @@ int waves_wait(cflow_ctx *ctx, uint32_t phase) {
     uint32_t which, index = 0;
     const uint8_t *bytes;
     if (!n) return 0;
-    const uint64_t began = now_ns();
+    const uint64_t began = clock_ns();
     const tier_result result =
         tier_acquire(ctx->model->tier, ctx->wanted, n, &ctx->cancelled, &which, &bytes);
-    const uint64_t stall_ns = now_ns() - began;
+    const uint64_t stall_ns = clock_ns() - began;
     atomic_fetch_add(&ctx->stage_count, 1);
     if (result == TIER_CANCELLED) return 1;
     const op *o = find_wanted(ctx, stage, which, &index);
