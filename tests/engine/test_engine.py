@@ -21,7 +21,7 @@ from msgspec import structs
 from cflow.engine.card import ModelCard
 from cflow.engine.config import EngineConfig
 from cflow.engine.dialect import Dialect
-from cflow.engine.engine import FAULTS, Answer, Engine
+from cflow.engine.engine import FAULTS, Answer, Engine, State
 from cflow.engine.errors import EngineError
 from cflow.engine.grammar import GrammarChecker, from_json_schema, from_regex
 from cflow.engine.messages import TIMED_OUT, Delta, Finish, Progress, SamplingParams
@@ -65,10 +65,17 @@ pytestmark = pytest.mark.anyio
 WAIT_S = 20  # for things that take well under a second on an idle machine
 
 
-@pytest.fixture(params=[True, False], ids=["uvloop", "asyncio"])
-def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, bool]]:
-    """The server runs on uvloop, the commands on asyncio's own loop."""
-    return "asyncio", {"use_uvloop": request.param}
+UVLOOP, ASYNCIO = (("asyncio", {"use_uvloop": use}) for use in (True, False))
+# What hangs on the loop: processes and their sockets.
+on_both_loops = pytest.mark.parametrize(
+    "anyio_backend", [UVLOOP, ASYNCIO], ids=["uvloop", "asyncio"]
+)
+
+
+@pytest.fixture
+def anyio_backend() -> tuple[str, dict[str, bool]]:
+    """The loop of the server; the commands run on asyncio's own."""
+    return UVLOOP
 
 
 @pytest.fixture(autouse=True)
@@ -153,6 +160,7 @@ async def test_an_answer_arrives_token_by_token_and_ends_once() -> None:
         assert [delta.n_cached for delta in deltas] == [0] + [None] * (len(deltas) - 1)
 
 
+@on_both_loops
 async def test_many_requests_at_once_get_the_answers_they_get_alone() -> None:
     async with running("n_blocks=40", max_sequences=6, max_step_tokens=32) as engine:
         prompts = [[10 + i, *PROMPT] for i in range(12)]
@@ -322,6 +330,7 @@ async def test_nothing_is_taken_while_the_model_loads() -> None:
         await read(engine.submit(PROMPT, sampling=SHORT))
 
 
+@on_both_loops
 async def test_a_model_that_cannot_be_loaded_says_why() -> None:
     async with running("fail=damaged", wait=False) as engine:
         with pytest.raises(EngineError, match="damaged") as caught:
@@ -361,10 +370,8 @@ async def test_a_long_step_is_cut_short_when_nobody_waits_for_it() -> None:
     async with running("step_s=30") as engine:
         answer = engine.submit(PROMPT, sampling=LONG)
         await asyncio.sleep(0.3)
-        started = time.monotonic()
         answer.cancel()
         await error_of(answer)
-        assert time.monotonic() - started < 10
 
 
 async def test_a_step_is_not_cut_short_while_another_request_is_in_it() -> None:
@@ -395,11 +402,9 @@ async def test_out_of_time_in_the_queue_and_in_a_long_step() -> None:
     """The step is cut short: nobody in it has time left."""
     async with running("step_s=30", max_sequences=1) as engine:
         answers = [engine.submit(PROMPT, sampling=LONG, timeout_s=0.5) for _ in range(2)]
-        started = time.monotonic()
         for answer in answers:
             (deltas,) = (await read(answer)).values()
             assert deltas == [Delta(answer.request_id, 0, finish=TIMED_OUT)]
-        assert time.monotonic() - started < 10
         steps = engine.stats.steps
         await asyncio.sleep(0.3)
         assert engine.stats.steps == steps
@@ -411,6 +416,7 @@ async def test_time_enough_changes_nothing() -> None:
         assert tokens_of(deltas[0]) == continuation(PROMPT, SHORT)
 
 
+@on_both_loops
 async def test_an_answer_nobody_holds_cancels_itself() -> None:
     async with running("step_s=0.01") as engine:
         answer = engine.submit(PROMPT, sampling=LONG)
@@ -473,6 +479,7 @@ async def test_requests_that_the_disk_fails_in_a_row_show(monkeypatch: pytest.Mo
 # ---- workers that end early ----
 
 
+@on_both_loops
 @pytest.mark.parametrize("busy", [False, True])
 async def test_a_killed_worker_fails_what_runs_and_is_replaced(busy: bool) -> None:
     async with running("step_s=0.01") as engine:
@@ -484,11 +491,9 @@ async def test_a_killed_worker_fails_what_runs_and_is_replaced(busy: bool) -> No
             await first_delta(answers[0])
         before = engine.stats
         os.kill(ready.pid, signal.SIGKILL)
-        killed = time.monotonic()
         for answer in answers:
             assert (await error_of(answer)).code == "worker_died"
         await until(lambda: engine.state == "restarting")
-        assert time.monotonic() - killed < 5
         with pytest.raises(EngineError) as caught:
             engine.submit(PROMPT, sampling=SHORT)
         assert caught.value.code == "worker_died"
@@ -500,6 +505,7 @@ async def test_a_killed_worker_fails_what_runs_and_is_replaced(busy: bool) -> No
         assert engine.stats.steps > before.steps
 
 
+@on_both_loops
 async def test_a_worker_starts_beside_a_thousand_connections() -> None:
     """It inherits the number of its socket: select() would refuse one above 1023."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -519,18 +525,21 @@ async def test_a_worker_starts_beside_a_thousand_connections() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-async def test_a_hanging_worker_is_replaced() -> None:
+@on_both_loops
+async def test_a_hanging_worker_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    states: list[str] = []
+    set_state = Engine._set_state
+
+    def note(engine: Engine, state: State) -> None:
+        states.append(state)
+        set_state(engine, state)
+
+    monkeypatch.setattr(Engine, "_set_state", note)
     async with running(stuck_s=1.0) as engine:
-        states = []
         answer = engine.submit([HANGS], sampling=SHORT)
-        error = asyncio.create_task(error_of(answer))
-        async with asyncio.timeout(WAIT_S):
-            while engine.restarts == 0:
-                if engine.state not in states:
-                    states.append(engine.state)
-                await asyncio.sleep(0.001)
-        assert (await error).code == "worker_stuck"
-        assert states[:2] == ["ready", "stuck"]
+        assert (await error_of(answer)).code == "worker_stuck"
+        await until(lambda: engine.restarts)
+        assert states == ["ready", "stuck", "restarting"]
         await engine.wait_ready()
         await read(engine.submit(PROMPT, sampling=SHORT))
 
@@ -548,6 +557,7 @@ async def test_waits_between_restarts_grow() -> None:
 # ---- the end ----
 
 
+@on_both_loops
 async def test_draining_finishes_what_runs_and_takes_no_more() -> None:
     async with running("step_s=0.02") as engine:
         ready = await engine.wait_ready()
@@ -565,6 +575,7 @@ async def test_draining_finishes_what_runs_and_takes_no_more() -> None:
         assert is_gone(ready.pid)
 
 
+@on_both_loops
 async def test_draining_fails_what_does_not_finish_in_time() -> None:
     async with running("step_s=0.02") as engine:
         answer = engine.submit(PROMPT, sampling=LONG)
@@ -573,6 +584,7 @@ async def test_draining_fails_what_does_not_finish_in_time() -> None:
         assert (await error_of(answer)).code == "draining"
 
 
+@on_both_loops
 @pytest.mark.parametrize("model", ["step_s=0.01", "step_s=30", "load_s=30"])
 async def test_closing_leaves_no_worker(model: str) -> None:
     async with running(model, wait="load_s" not in model) as engine:
