@@ -11,10 +11,11 @@ NATIVE := $(shell find native -type f)
 PORT ?= 8000
 MODEL ?=
 ACCURACY := tests/engine/models
+CLIENTS := build/clients
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help serve build test test-native test-python test-accuracy bench bench-peers bench-experts claims image soak test-page check format wheel clean
+.PHONY: help serve build test test-native test-python test-accuracy bench bench-peers bench-experts claims image soak test-page test-clients check format wheel clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -63,6 +64,16 @@ test-page: $(VENV)/tools $(VENV)/cflow ## Drive the page with Chromium (Debian, 
 	command -v chromium >/dev/null || apt-get install -y -q chromium
 	$(PIP) install -q --editable '.[test,dev,page]'
 	CFLOW_SCREENSHOTS=docs/pictures $(BIN)/pytest tests/e2e/test_page.py
+
+$(CLIENTS)/installed: pyproject.toml
+	@echo "Setting up $(CLIENTS): some minutes, once."
+	python3 -m venv $(CLIENTS)
+	$(CLIENTS)/bin/pip install -q --upgrade 'pip>=25.1'
+	$(CLIENTS)/bin/pip install -q --group clients
+	@touch $@
+
+test-clients: $(VENV)/tools $(VENV)/cflow $(CLIENTS)/installed ## Have lm-eval, litellm, langchain and guidellm use the server
+	$(BIN)/pytest tests/e2e/test_clients.py
 
 BENCH = PYTHONPATH=tests $(BIN)/python -P -m bench
 
