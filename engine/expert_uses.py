@@ -39,6 +39,9 @@ def read_uses(path: Path, n_records: int) -> Uses | None:
     """What was kept; None, with a line in the log, where it cannot be used."""
     n_bytes = _HEAD.size + 8 * n_records + _CRC.size
     try:
+        if path.exists() and not path.is_file():  # a FIFO would hold up the start
+            log.warning("the expert cache starts cold: %s is no file", path)
+            return None
         with path.open("rb") as file:
             data = file.read(n_bytes + 1)
     except FileNotFoundError:

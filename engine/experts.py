@@ -82,16 +82,21 @@ def asked_cache(asked: int | str, bank: ExpertBank) -> int:
 
 
 def _check_budget(config: EngineConfig, bank: ExpertBank, budget: int) -> None:
-    least = (config.expert_reads + 1) * bank.record_bytes
+    n = config.expert_reads + 1
+    least = n * bank.record_bytes
     if budget < least:
-        found = "are left for experts" if config.expert_cache is None else "is the expert_cache"
-        raise EngineError(
-            "out_of_memory",
-            f"{max(budget, 0):,} bytes {found}, and at least {least:,} are needed: "
-            f"{config.expert_reads + 1} of {bank.record_bytes:,} each, for {config.expert_reads} "
-            "reads in flight and one more; raise expert_cache, or lower expert_reads, kv_memory or "
-            "context",
+        need = (
+            f"and at least {least:,} are needed: {n} of {bank.record_bytes:,} each, for "
+            f"{config.expert_reads} reads in flight and one more"
         )
+        if config.expert_cache is not None:
+            message = (
+                f"{budget:,} bytes is the expert_cache, {need}; raise it or lower expert_reads"
+            )
+            raise EngineError("invalid_request", message)
+        message = f"{max(budget, 0):,} bytes are left for experts, {need}"
+        advice = "lower expert_reads, kv_memory or context"
+        raise EngineError("out_of_memory", f"{message}; {advice}")
     check_rate(config, "expert", bank.record_bytes)
 
 

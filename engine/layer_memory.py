@@ -82,7 +82,7 @@ def _check_budget(config: EngineConfig, records: LayerRecords, budget: int) -> N
     least = records.n_least * records.slot_bytes
     if budget < least:
         raise EngineError(
-            "out_of_memory",
+            "invalid_request",
             f"{budget:,} bytes is the weights_memory, and at least {least:,} are needed: "
             f"{records.n_least} layers of {records.slot_bytes:,} each, for what a step needs at "
             f"once and {config.expert_reads} reads in flight; raise weights_memory, or lower "

@@ -11,7 +11,7 @@ from cflow.engine import machine, native
 from cflow.engine.config import EngineConfig
 from cflow.engine.disk_probe import probe_disk
 from cflow.engine.errors import EngineError
-from cflow.engine.experts import ExpertBank, weight_bytes
+from cflow.engine.experts import ExpertBank
 from cflow.engine.layer_memory import FixedWeights, fix_weights, pieces, step_bytes
 from cflow.engine.loading import share_memory
 from cflow.engine.native import Model
@@ -102,7 +102,7 @@ def run(
     bank = ExpertBank.of(model)
     config = EngineConfig(model=str(path), expert_cache=expert_cache, weights_memory=weights_memory)
     cache, problem = _expert_cache(config, bank)
-    weights = _fixed_weights(config, model, bank)
+    weights = fix_weights(config, model, bank)
     layer_disk_bytes = step_bytes(config, bank, weights.budget)
     disk_bytes = layer_disk_bytes + _disk_bytes_per_token(model, bank, cache)
     return Plan(
@@ -146,21 +146,14 @@ def run_shape(
 
 
 def _expert_cache(config: EngineConfig, bank: ExpertBank) -> tuple[int, str | None]:
-    """Bytes of memory that experts get, and what is wrong if the model cannot run."""
+    """Bytes of memory that experts get, and what is wrong if there is too little of it. EngineError
+    for settings that no memory makes right."""
     try:
         return share_memory(config).expert_cache or bank.n_bytes, None
     except EngineError as error:
         if error.code != "out_of_memory":
             raise
         return bank.n_bytes, str(error)
-
-
-def _fixed_weights(config: EngineConfig, model: Model, bank: ExpertBank) -> FixedWeights:
-    """What does not fit is counted in full: _expert_cache says what is wrong."""
-    try:
-        return fix_weights(config, model, bank)
-    except EngineError:
-        return FixedWeights(weight_bytes(model, as_f32=False) - bank.n_bytes)
 
 
 def _disk_bytes_per_token(model: Model, bank: ExpertBank, cache: int) -> float:

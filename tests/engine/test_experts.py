@@ -1,5 +1,6 @@
 """How many experts stay in memory, and what is kept of their uses."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,10 @@ def test_the_smallest_cache_holds_a_record_for_each_read_and_one_more() -> None:
     with pytest.raises(EngineError, match=r"3,145,727 bytes are left .* 3,145,728 are") as caught:
         choose(3 * MIB - 1, expert_reads=2)
     assert caught.value.code == "out_of_memory"
-    with pytest.raises(EngineError, match=r"4,194,304 bytes is the expert_cache.*: 5 of 1,048,576"):
+    found = r"4,194,304 bytes is the expert_cache.*: 5 of 1,048,576"
+    with pytest.raises(EngineError, match=found) as caught:
         choose(expert_cache="4%", expert_reads=4)
+    assert caught.value.code == "invalid_request"
 
 
 def test_a_cache_that_means_nothing_is_refused() -> None:
@@ -142,6 +145,18 @@ def test_a_damaged_or_foreign_file_is_left_alone(
     assert read_uses(path, 4) is None
     assert reason in caplog.text
     assert len(caplog.records) == 1
+
+
+def test_a_fifo_does_not_hold_up_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "x.uses"
+    os.mkfifo(path)
+    end = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+    os.write(end, bytes(4096))  # whoever does read it is not kept waiting here
+    assert read_uses(path, 4) is None
+    assert "x.uses is no file" in caplog.text
+    os.close(end)
 
 
 def test_another_number_of_records_is_another_model(tmp_path: Path) -> None:

@@ -100,9 +100,8 @@ def test_a_plan_reckons_with_the_disk(
     assert (found.resident_bytes, found.layer_memory_bytes) == (weights.n_bytes, weights.budget)
     assert found.layer_disk_bytes == found.disk_bytes_per_token == n_read
     assert found.predicted_decode_tok_s == pytest.approx(1e6 / n_read)
-    too_little = plan.run(path, None, records.slot_bytes)
-    assert too_little.problem is not None
-    assert "at least" in too_little.problem
+    with pytest.raises(EngineError, match="weights_memory, and at least"):
+        plan.run(path, None, records.slot_bytes)
 
 
 def test_a_bench_counts_what_it_reads(path: Path, records: LayerRecords) -> None:

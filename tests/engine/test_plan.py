@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from cflow.engine import native, plan, synth
+from cflow.engine.errors import EngineError
 from cflow.engine.experts import ExpertBank
 from cflow.engine.machine import Memory
 from cflow.engine.native import Model
@@ -139,6 +140,14 @@ def test_plan_of_more_experts_than_memory_holds(
     assert found.disk_bytes_per_token == pytest.approx(missed_bytes)
     assert found.predicted_decode_tok_s == pytest.approx(1e6 / missed_bytes)
     assert found.problem is None
+
+
+def test_budgets_that_no_server_takes_have_no_plan(tmp_path: Path) -> None:
+    path = RandomModel([dict(EXPERTS)]).write(tmp_path / "m.cflow", "q8_0")
+    with pytest.raises(EngineError, match="1 bytes is the expert_cache, and at least"):
+        plan.run(path, 1)
+    with pytest.raises(EngineError, match="1 bytes is the weights_memory, and at least"):
+        plan.run(path, None, 1)
 
 
 def test_plan_of_what_does_not_fit_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
