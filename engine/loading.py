@@ -151,7 +151,8 @@ def share_memory(config: EngineConfig) -> Share:
         """With KV beside so many bytes of experts."""
         left = available - fixed - expert_bytes
         if left <= 0:
-            raise _too_little(memory, f"the weights need {fixed + expert_bytes:,} bytes", "")
+            advice = "lower expert_cache, or " if config.expert_cache is not None else ""
+            raise _too_little(memory, f"the weights need {fixed + expert_bytes:,} bytes", advice)
         capacity = fit_capacity(config, model.header.context, block_bytes, left)
         kv_bytes, scratch_bytes = context_memory(model, **_options(config, 1, kv, capacity))
         if kv_bytes + scratch_bytes > left:

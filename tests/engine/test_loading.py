@@ -90,6 +90,14 @@ def test_kv_memory_that_does_not_fit_beside_the_weights_is_refused(
     assert "lower kv_memory" in str(caught.value)
 
 
+def test_a_cache_larger_than_memory_is_what_to_lower(shared: Shared, path: Path) -> None:
+    weights = path.stat().st_size
+    with pytest.raises(EngineError, match=r"are available \(test\); lower expert_cache, or"):
+        shared(weights - MIB, expert_cache="100%")
+    with pytest.raises(EngineError, match=r"are available \(test\); leave layers on disk"):
+        shared(4096)
+
+
 def test_a_cache_that_was_asked_for_is_not_questioned(shared: Shared, path: Path) -> None:
     bank = ExpertBank.of(Model(str(path), header_only=True))
     assert shared(1 << 30, expert_cache="25%").expert_cache == bank.n_bytes // 4
