@@ -19,6 +19,7 @@ from cflow.engine.native_types import OpInfo
 from cflow.engine.synth import shape_names, synth_header
 
 PROBE_BYTES = 1 << 30
+LEAST_PROBE_BYTES = 16 << 20
 PROBE_PASSES = 3
 
 
@@ -98,7 +99,6 @@ def run(
     Measures memory bandwidth, and the disk where it counts: some seconds."""
     model = Model(str(path), header_only=True)
     info, cores, memory = model.plan, machine.cores(), machine.memory()
-    n_bytes = max(PROBE_BYTES, 4 * machine.cpu().l3_bytes)
     bank = ExpertBank.of(model)
     config = EngineConfig(model=str(path), expert_cache=expert_cache, weights_memory=weights_memory)
     cache, problem = _expert_cache(config, bank)
@@ -126,7 +126,7 @@ def run(
         context=model.header.context,
         available_bytes=memory.available,
         memory_limited_by=memory.limited_by,
-        probe_gb_s=native.probe_bandwidth(n_bytes, cores.threads, PROBE_PASSES) / 1e9,
+        probe_gb_s=_probe_memory(memory.available, cores.threads),
         threads=cores.threads,
         threads_reason=cores.reason,
         stages=_stages(model.ops),
@@ -143,6 +143,14 @@ def run_shape(
         path = Path(folder) / f"{Path(shape).stem}.cflow"
         synth_header(shape, path)
         return run(path, expert_cache, weights_memory)
+
+
+def _probe_memory(available: int, threads: int) -> float:
+    """GB/s. A probe larger than what a control group has left would end this process; one that has
+    to be smaller than four times the caches flatters."""
+    wanted = max(PROBE_BYTES, 4 * machine.cpu().l3_bytes)
+    n_bytes = max(min(wanted, available // 2), LEAST_PROBE_BYTES)
+    return native.probe_bandwidth(n_bytes, threads, PROBE_PASSES) / 1e9
 
 
 def _expert_cache(config: EngineConfig, bank: ExpertBank) -> tuple[int, str | None]:

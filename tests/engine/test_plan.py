@@ -150,6 +150,20 @@ def test_budgets_that_no_server_takes_have_no_plan(tmp_path: Path) -> None:
         plan.run(path, None, 1)
 
 
+def test_the_probe_of_memory_leaves_half_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = RandomModel([dict(EXPERTS)]).write(tmp_path / "m.cflow", "q8_0")
+    probed: list[int] = []
+    monkeypatch.setattr(native, "probe_bandwidth", lambda n, *_: probed.append(n) or 10e9)
+    for available in (700 << 20, 1 << 40):
+        memory = Memory(total=1 << 41, available=available, limited_by="test")
+        monkeypatch.setattr(plan.machine, "memory", lambda memory=memory: memory)
+        plan.run(path)
+    assert probed[0] == 350 << 20
+    assert probed[1] >= 1 << 30
+
+
 def test_plan_of_what_does_not_fit_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = RandomModel([dict(EXPERTS)]).write(tmp_path / "m.cflow", "q8_0")
     monkeypatch.setattr(native, "probe_bandwidth", lambda *_: 10e9)
