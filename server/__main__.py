@@ -15,9 +15,9 @@ def main() -> None:
     # The first process of a container is not ended by default. The server sets its own, once it is up.
     signal.signal(signal.SIGTERM, _end)
     try:
-        from cflow.server.cli import run
+        from cflow.server import cli
 
-        run()
+        cli.main()
     except KeyboardInterrupt:
         print("cflow: interrupted", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)

@@ -148,7 +148,7 @@ for command in (
 app.add_typer(lab.app, name="lab")
 
 
-def run() -> None:
+def main() -> None:
     """Runs the command; an expected error is one line and exit code 1."""
     try:
         app()
