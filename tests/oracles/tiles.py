@@ -1,6 +1,7 @@
 """Matrices out of stripes by index arithmetic, straight from docs/format.md."""
 
 from collections.abc import Callable
+from functools import cache, cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,16 +28,18 @@ Index = NDArray[np.int64]
 
 
 class Stripe:
-    """Where the parts of every element (row, column) of a stripe lie, as index arrays."""
+    """Where the parts of every element (row, column) of a stripe lie, as index arrays. They are the
+    same in all stripes of a matrix, and so made once."""
 
     def __init__(self, encoding: str, stripe_rows: int, n_cols: int) -> None:
-        self.groups = stripe_rows // 16
+        self.groups, self.n_cols = stripe_rows // 16, n_cols
         self.block_fields = BLOCK_FIELDS[encoding]
         self.tile_fields = TILE_FIELDS.get(encoding, ())
         rows, columns = np.arange(stripe_rows)[:, None], np.arange(n_cols)[None, :]
         self.group, self.row = rows // 16, rows % 16
         self.block, self.column = columns // 32, columns % 32
 
+    @cache  # noqa: B019 - lives as long as the matrix is read
     def block_field(self, field: int) -> Index:
         """Byte of this field of the element's group in the element's block."""
         before = self.groups * sum(self.block_fields[:field])
@@ -45,6 +48,7 @@ class Stripe:
             start = start + (self.block // 8 + 1) * self.groups * sum(self.tile_fields)
         return np.asarray(start + before + self.group * self.block_fields[field])
 
+    @cache  # noqa: B019
     def tile_field(self, field: int) -> Index:
         """Byte of this field of the element's group at the start of the element's tile."""
         tile_bytes = self.groups * (sum(self.tile_fields) + 8 * sum(self.block_fields))
@@ -54,23 +58,35 @@ class Stripe:
         )
 
     def f16(self, data: Bytes, start: Index) -> Array:
-        return halves(data, start + 2 * self.row)
+        """The 32 columns of a block have it in common."""
+        values = halves(data, start[:, ::32] + 2 * self.row)
+        return np.asarray(np.repeat(values, 32, axis=1)[:, : self.n_cols])
+
+    @cached_property
+    def nibble_at(self) -> Index:
+        c = self.column
+        return np.asarray(self.block_field(0) + 64 * (c // 8) + 4 * self.row + c % 4)
 
     def nibbles(self, data: Bytes) -> Array:
+        shift = (4 * (self.column % 8 // 4)).astype(np.uint8)
+        return np.asarray(data[self.nibble_at] >> shift & 15, np.float64)
+
+    @cached_property
+    def octet_at(self) -> Index:
         c = self.column
-        at = self.block_field(0) + 64 * (c // 8) + 4 * self.row + c % 4
-        return np.asarray(data[at] >> (4 * (c % 8 // 4)) & 15, np.float64)
+        return np.asarray(self.block_field(0) + 64 * (c // 4) + 4 * self.row + c % 4)
 
     def octets(self, data: Bytes) -> Array:
+        return np.asarray(data[self.octet_at], np.float64)
+
+    @cached_property
+    def upper_pair_at(self) -> Index:
         c = self.column
-        return np.asarray(
-            data[self.block_field(0) + 64 * (c // 4) + 4 * self.row + c % 4].astype(np.float64)
-        )
+        return np.asarray(self.block_field(1) + 64 * (c // 16) + 4 * self.row + c % 4)
 
     def upper_pairs(self, data: Bytes) -> Array:
-        c = self.column
-        at = self.block_field(1) + 64 * (c // 16) + 4 * self.row + c % 4
-        return np.asarray(data[at] >> (2 * (c % 16 // 4)) & 3, np.float64)
+        shift = (2 * (self.column % 16 // 4)).astype(np.uint8)
+        return np.asarray(data[self.upper_pair_at] >> shift & 3, np.float64)
 
 
 def halves(data: Bytes, at: Index) -> Array:

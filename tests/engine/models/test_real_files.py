@@ -44,7 +44,7 @@ def test_every_tensor_arrives_exactly(real: RealModel) -> None:
     for block, role in file._tensors:
         tensor = tensors[NAMING.plain[role].format(layer=block)]
         want = dequantize(tensor.data, tensor.tensor_type)
-        np.testing.assert_array_equal(file.weight(block, role).astype(np.float32), want)
+        assert np.array_equal(file.weight(block, role).astype(np.float32), want), (block, role)
         ModelFile.weight.cache_clear()
 
 
