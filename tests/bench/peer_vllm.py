@@ -106,6 +106,7 @@ def main() -> None:
     args = parser.parse_args()
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{args.threads - 1}"
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
+    os.environ["VLLM_CACHE_ROOT"] = str(Path(sys.prefix) / "cache")  # of what it compiles
     out, sys.stdout = sys.stdout, sys.stderr  # its log
     found = measure(args)
     print(json.dumps(found), file=out)

