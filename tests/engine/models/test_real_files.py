@@ -38,11 +38,16 @@ def tokenizer(file: ModelFile) -> Tokenizer:
 
 
 def test_every_tensor_arrives_exactly(real: RealModel) -> None:
+    """Of the larger model the first of each role and type."""
     file = ModelFile(real.cflow)
+    seen = set()
     tensors = {tensor.name: tensor for tensor in GGUFReader(real.gguf).tensors}
     assert len(file._tensors) == len(tensors)
     for block, role in file._tensors:
         tensor = tensors[NAMING.plain[role].format(layer=block)]
+        if real.name != NAMES[0] and (role, tensor.tensor_type) in seen:
+            continue
+        seen.add((role, tensor.tensor_type))
         want = dequantize(tensor.data, tensor.tensor_type)
         assert np.array_equal(file.weight(block, role).astype(np.float32), want), (block, role)
         ModelFile.weight.cache_clear()
