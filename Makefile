@@ -49,7 +49,7 @@ test-native: $(VENV)/tools
 	$(CMAKE) -B build/sanitized -DCMAKE_BUILD_TYPE=Debug -DCMAKE_C_FLAGS_DEBUG="-O1 -g" \
 		-DCFLOW_SANITIZE=ON
 	$(BIN)/cmake --build build/sanitized
-	$(BIN)/ctest --test-dir build/sanitized --output-on-failure
+	$(BIN)/ctest --test-dir build/sanitized --output-on-failure -j 2
 
 test-python: $(VENV)/tools $(VENV)/cflow
 	$(BIN)/pytest
@@ -110,7 +110,7 @@ check: $(VENV)/tools build/types ## Lint, type-check, and build the C code with 
 	$(BIN)/mypy
 	$(CLANG_FORMAT) --dry-run -Werror $(CFILES)
 	$(CMAKE) -B build/strict -DCMAKE_BUILD_TYPE=Release -DCFLOW_WERROR=ON
-	$(BIN)/cmake --build build/strict
+	$(BIN)/cmake --build build/strict --target cflow
 
 format: $(VENV)/tools ## Rewrite files in house style
 	$(BIN)/ruff check --fix .
