@@ -15,7 +15,7 @@ CLIENTS := build/clients
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help serve build test test-native test-python test-accuracy bench bench-peers bench-experts claims image soak test-page test-clients check format wheel clean
+.PHONY: help serve build test test-native test-python test-accuracy bench bench-peers bench-experts records claims image soak test-page test-clients check format wheel clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -86,6 +86,11 @@ bench: $(VENV)/tools $(VENV)/cflow build/bench/multiply ## Measure the benchmark
 
 bench-peers: $(VENV)/tools $(VENV)/cflow build/bench/multiply ## Measure other engines beside cflow: they are compiled first
 	$(BENCH).peers $(FLAGS)
+
+records: $(VENV)/tools ## Count what the hot kernels cost, without a clock: valgrind, llvm-19
+	$(CMAKE) -B build/bench -DCMAKE_BUILD_TYPE=Release -DCFLOW_BENCH=ON
+	$(BIN)/cmake --build build/bench --target tiles regions_avx2 regions_avx512vnni
+	$(BENCH).records
 
 bench-experts: $(VENV)/cflow ## Measure models larger than their memory: 22 GB of files, root
 	$(BIN)/python -P tests/bench/expert_tier.py $(FLAGS)
