@@ -25,6 +25,7 @@ from cflow.engine import machine
 
 PEERS_FOLDER = ROOT / "build" / "peers"
 ROUNDS = 2
+LIMIT_S = 600  # of a peer's run
 BIG_BYTES = 8_000_000_000  # models that engines do not alternate on
 Runs = dict[str, dict[str, float]]  # prefill, decode, streams: min, median, max
 
@@ -120,7 +121,7 @@ def time_cflow(work: Work, path: Path) -> Runs:
 def time_peer(peer: Peer, work: Work, path: Path) -> Runs:
     flags = f"{work.flags} --threads {machine.cores().threads}"
     names = {"gguf": path, "shape": work.source.shape, "streams": work.streams, "flags": flags}
-    printed = run(f"{peer.python} {peer.command.format(**names)}")
+    printed = run(f"timeout {LIMIT_S} {peer.python} {peer.command.format(**names)}")
     return dict(json.loads(printed.splitlines()[-1]))
 
 
