@@ -51,8 +51,9 @@ test-native: $(VENV)/tools
 	$(BIN)/cmake --build build/sanitized
 	$(BIN)/ctest --test-dir build/sanitized --output-on-failure -j 2
 
+# Two processes, each with whole files: many tests wait for something, and few use two cores.
 test-python: $(VENV)/tools $(VENV)/cflow
-	$(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-accuracy: $(VENV)/tools $(VENV)/cflow ## Score the real models on every window of the text
 	CFLOW_TEST_WINDOWS=all $(BIN)/pytest $(ACCURACY)
