@@ -19,7 +19,8 @@ Thinking = Literal["no", "maybe", "begun"]  # when an answer begins
 @dataclass(frozen=True, slots=True)
 class CallSyntax:
     """A call is {"name": ..., key: {...}}; where there is an infix, it is name infix {...} instead,
-    and where is_tagged, as tagged_call.py has it. single, several: how calls are written, in Lark over the rules open, close and call."""
+    and where is_tagged, as tagged_call.py has it. single, several: how calls are written, in Lark over
+    the rules open, close, infix and call."""
 
     key: str
     open: str

@@ -31,8 +31,8 @@ Phase = Literal["queue", "prefill", "decode"]
 class Counters:
     """Totals. Tokens of the prompts looked up in the prefix cache and found there count once per
     request, however often it is set back. preemptions_memory: of all preemptions, those for want of
-    blocks; the others gave their slot to who had more of a claim. drafts: times that guesses were run for a sequence;
-    right_at: of the first guesses, second ones and so on, those that were right."""
+    blocks; the others gave their slot to who had more of a claim. drafts: times that guesses were run
+    for a sequence; right_at: of the first guesses, second ones and so on, those that were right."""
 
     prompt_tokens: int = 0
     prefix_queries: int = 0

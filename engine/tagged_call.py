@@ -16,6 +16,7 @@ FUNCTION, PARAMETER = "<function=", "<parameter="
 _END, _VALUE_END = "</function>", "</parameter>"
 _AFTER = f"\n{_VALUE_END}\n"  # a value
 _ANY = r"(.|\n)*"
+_END_ANCHOR = re.compile(r"(?<!\\)(?:\\\\)*(\$)\Z")  # not an escaped one
 _BOUNDS = {"enum", "const", "pattern", "format", "minLength", "maxLength"}
 _NAMES = {"True": "true", "False": "false", "None": "null"}  # as Python has them, and models then
 
@@ -187,8 +188,9 @@ def _text(schema: Mapping[str, Any]) -> str:
         return "(" + "|".join(map(_in_slashes, map(re.escape, texts))) + ")"
     if isinstance(pattern := schema.get("pattern"), str):
         before = "" if pattern.startswith("^") else _ANY
-        after = "" if pattern.endswith("$") else _ANY
-        return f"{before}({_in_slashes(pattern.removeprefix('^').removesuffix('$'))}){after}"
+        end = _END_ANCHOR.search(pattern)
+        body = pattern[: end.start(1) if end else None].removeprefix("^")
+        return f"{before}({_in_slashes(body)}){'' if end else _ANY}"
     least, most = schema.get("minLength"), schema.get("maxLength")
     if least is most is None:
         return _ANY

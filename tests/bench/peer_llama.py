@@ -11,10 +11,12 @@ import argparse
 import importlib
 import json
 import random
-import statistics
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
+
+import peer_timing
 
 MAX_ROWS = 512
 Row = tuple[int, int, int]  # sequence, position, token
@@ -92,34 +94,17 @@ def decode(peer: Peer, streams: int, n: int) -> float:
     return streams * n / (time.perf_counter() - started)
 
 
-def spread(rates: Sequence[float]) -> dict[str, float]:
-    return {"min": min(rates), "median": statistics.median(rates), "max": max(rates)}
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description="time llama.cpp or a fork")
+    parser = peer_timing.parser("time llama.cpp or a fork")
     parser.add_argument("module")
     parser.add_argument("model")
-    for name, default in (
-        ("threads", 2),
-        ("prompt", 512),
-        ("gen", 128),
-        ("streams", 1),
-        ("runs", 3),
-    ):
-        parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--repack", action="store_true", help="weights in another order, at load")
     args = parser.parse_args()
     random.seed(0)
     peer = Peer(args.module, args.model, args)
     prefill(peer, args.prompt)  # so that all of a mapped file is in memory
     decode(peer, 1, 4)
-    found = {
-        "prefill": spread([prefill(peer, args.prompt) for _ in range(args.runs)]),
-        "decode": spread([decode(peer, 1, args.gen) for _ in range(args.runs)]),
-    }
-    if args.streams > 1:
-        found["streams"] = spread([decode(peer, args.streams, args.gen) for _ in range(args.runs)])
+    found = peer_timing.measure(args, partial(prefill, peer), partial(decode, peer))
     print(json.dumps(found))
 
 

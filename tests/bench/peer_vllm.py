@@ -11,14 +11,14 @@ import argparse
 import json
 import os
 import random
-import statistics
 import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import peer_timing
 
 
 def config(shape: Path) -> dict[str, Any]:
@@ -72,37 +72,22 @@ class Peer:
         return (prompt if gen == 1 else streams * gen) / (time.perf_counter() - started)
 
 
-def spread(rates: Sequence[float]) -> dict[str, float]:
-    return {"min": min(rates), "median": statistics.median(rates), "max": max(rates)}
-
-
 def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     with tempfile.TemporaryDirectory() as folder:
         fields = config(args.shape)
         (Path(folder) / "config.json").write_text(json.dumps(fields))
         peer = Peer(folder, fields["vocab_size"], args)
     peer.rate(1, args.prompt, 2)
-    runs = range(args.runs)
-    found = {
-        "prefill": spread([peer.rate(1, args.prompt, 1) for _ in runs]),
-        "decode": spread([peer.rate(1, 1, args.gen) for _ in runs]),
-    }
-    if args.streams > 1:
-        found["streams"] = spread([peer.rate(args.streams, 1, args.gen) for _ in runs])
-    return found
+    return peer_timing.measure(
+        args,
+        lambda n: peer.rate(1, n, 1),
+        lambda streams, n: peer.rate(streams, 1, n),
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="time vLLM on a CPU")
+    parser = peer_timing.parser("time vLLM on a CPU")
     parser.add_argument("shape", type=Path)
-    for name, default in (
-        ("threads", 2),
-        ("prompt", 512),
-        ("gen", 128),
-        ("streams", 1),
-        ("runs", 3),
-    ):
-        parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{args.threads - 1}"
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"

@@ -149,6 +149,11 @@ TEXTS: dict[str, tuple[Any, list[str], list[str]]] = {
     "enum": ({"enum": ["a/b", "c (d)"]}, ["a/b", "c (d)"], ["a", ""]),
     "length": ({"type": "string", "minLength": 2, "maxLength": 3}, ["ab", "abc"], ["a", "abcd"]),
     "pattern": ({"type": "string", "pattern": "^[a-z]+/[0-9]$"}, ["ab/1"], ["ab1", "ab/12"]),
+    "pattern that ends with a sign": (
+        {"type": "string", "pattern": r"^[0-9]+\$"},
+        ["5$", "5$ or so"],
+        ["5", "$"],
+    ),
     "loose pattern": ({"type": "string", "pattern": "[0-9]"}, ["a1b"], ["ab"]),
     "number": ({"type": "number"}, ["1.5"], ["x"]),
     "reference": ({"$ref": "#/$defs/n"}, ["[1, 2]"], ["1"]),
