@@ -220,15 +220,17 @@ def test_signals_before_the_imports_are_done(
     """What is imported first takes for ever here."""
     slow = "import sys, time\nprint('importing', flush=True)\ntime.sleep(60)\n"
     (tmp_path / "typer.py").write_text(slow)
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-m", "cflow.server", command],
         env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        # A shell's background jobs ignore it, and so do the processes that tests run in there.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert process.stdout is not None
-    assert process.stdout.readline() == "importing\n"
-    process.send_signal(number)
-    _, said = process.communicate(timeout=30)
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        assert process.stdout.readline() == "importing\n"
+        process.send_signal(number)
+        _, said = process.communicate(timeout=30)
     assert process.returncode == status
     assert said == ("cflow: interrupted\n" if number == signal.SIGINT else "")
 
