@@ -84,7 +84,8 @@ def submit_all(
     n_answers = len(prompts) * n_choices
     most = (engine.capacity + 1) // 2 if is_shared else engine.capacity
     if n_answers > most:
-        message = f"n: {n_answers} answers in one request; this server has room for {most}."
+        room = f"{most} for one of several API keys" if is_shared else f"{most}"
+        message = f"n: {n_answers} answers in one request; this server has room for {room}."
         raise RequestError(message, param="n")
     if not engine.queue_depth:
         metrics.finished.restart()  # idle seconds say nothing about how fast a queue drains
