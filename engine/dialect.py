@@ -13,7 +13,7 @@ from cflow.engine.tokenizer import Tokenizer
 
 THINK, THOUGHT = "<think>", "</think>"
 
-Thinking = Literal["no", "maybe", "begun"]  # when an answer begins
+Thinking = Literal["no", "maybe", "begun", "within"]  # when an answer begins; within: mid-sentence
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +73,12 @@ class Dialect:
     def of(cls, template: str) -> Dialect:
         return cls(_syntax(template), THOUGHT in template)
 
-    def thinking(self, prompt: str) -> Thinking:
-        """prompt: the rendered conversation."""
-        end = prompt.rstrip()
-        if not self.thinks or end.endswith(THOUGHT):
+    def thinking(self, prompt: str, begun: str = "") -> Thinking:
+        """prompt: the rendered conversation. begun: the end of it that the answer goes on with."""
+        end, begun = prompt.rstrip(), begun.strip()
+        if begun.startswith(THINK) and THOUGHT not in begun:
+            return "within" if self.thinks else "no"
+        if not self.thinks or begun or end.endswith(THOUGHT):
             return "no"
         return "begun" if end.endswith(THINK) else "maybe"
 
@@ -158,7 +160,9 @@ def _call(syntax: CallSyntax, name: str, arguments: str) -> str:
 
 
 def _before(thinking: Thinking) -> str:
-    return {"no": "", "maybe": r"(think thought /\s*/)? ", "begun": r"thought /\s*/ "}[thinking]
+    if thinking == "no":
+        return ""
+    return r"(think thought /\s*/)? " if thinking == "maybe" else r"thought /\s*/ "
 
 
 def _thought(special: Mapping[str, int]) -> list[str]:

@@ -48,10 +48,10 @@ class ReplyReader:
         self._tools = tools
         self._max_calls = max_calls
         self.n_calls = 0
-        self.is_thinking = thinking == "begun"
+        self.is_thinking = thinking in ("begun", "within")
         self._may_think = thinking == "maybe"
         self._held = ""  # what was not read yet
-        self._is_trimming = self.is_thinking  # white space comes next that does not count
+        self._is_trimming = thinking == "begun"  # white space comes next that does not count
         self._is_first = True  # nothing but reasoning was read
         self._in_section = False  # of calls
         self._raw = ""  # the section so far, since its last call

@@ -110,7 +110,8 @@ class Choices:
             texts = prompt_texts(self._tokenizer, prompt.ids, prompt.n_added)
             arrays = None
             if self._ask.logprobs is not None:
-                cut = [cut_top(entry, self._ask.logprobs) for entry in logprobs or ()]
+                scores = logprobs or [None] * len(texts)  # time was over before it was scored
+                cut = [cut_top(entry, self._ask.logprobs) for entry in scores]
                 arrays = LegacyLogprobs(self._tokenizer, 0).prompt(texts, cut)
             echo = self._echoes[index] = Echo("".join(texts), arrays, self._n)
         echo.n_left -= 1

@@ -5,6 +5,7 @@ RequestError (a CflowError)   the request is at fault, or cannot be served now
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 
 import msgspec
@@ -14,6 +15,9 @@ from starlette.exceptions import HTTPException
 from cflow.engine.errors import CflowError, EngineError
 
 MAX_ECHO = 200  # characters of the client's own text an error repeats
+
+
+log = logging.getLogger("cflow.server")
 
 
 class RequestError(CflowError):
@@ -77,9 +81,19 @@ def error_object(
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def answer_failure(error: EngineError) -> RequestError:
+def our_fault(**headers: str) -> RequestError:
+    """The log has the traceback, the client none of it."""
+    message = "The server failed on this request; its log has the cause."
+    headers = {"x-should-retry": "false"} | headers
+    return RequestError(message, code="internal", status=500, headers=headers)
+
+
+def answer_failure(error: Exception) -> RequestError:
     """A request that was taken and failed. Sending the same again would fail again, unless the
-    server is shutting down: SDKs are told so."""
+    server is shutting down: SDKs are told so. What is no EngineError is a fault of ours."""
+    if not isinstance(error, EngineError):
+        log.error("a request failed", exc_info=error)
+        return our_fault()
     status = ENGINE_STATUS.get(error.code, 500)
     retry = "true" if error.code in ("draining", "timeout") else "false"
     headers = {"x-should-retry": retry}
@@ -126,11 +140,9 @@ async def _gone(_request: Request, _error: Exception) -> Response:
 
 
 async def _crash(_request: Request, _error: Exception) -> Response:
-    """A fault of ours: the log has the traceback, the client none of it. The HTTP server closes the
-    connection after it, which the client must know before it sends another request there."""
-    message = "The server failed on this request; its log has the cause."
-    headers = {"x-should-retry": "false", "connection": "close"}
-    return error_response(RequestError(message, code="internal", status=500, headers=headers))
+    """The HTTP server closes the connection after it, which the client must know before it sends
+    another request there."""
+    return error_response(our_fault(connection="close"))
 
 
 def install_error_handlers(app: FastAPI) -> None:

@@ -29,7 +29,8 @@ def _check_tokens(name: str, tokens: list[int], n_tokens: int) -> tuple[int, ...
 def _read_bias(bias: dict[str, float], n_tokens: int) -> dict[int, float]:
     out = {}
     for key, value in bias.items():
-        if not (key.isascii() and key.isdecimal() and len(key) <= 10 and int(key) < n_tokens):
+        is_number = key.isascii() and key.isdecimal() and len(key) <= 10
+        if not is_number or int(key) >= n_tokens or key != str(int(key)):  # one key a token
             message = f"logit_bias: key {shorten(key)} is not a token id in 0..{n_tokens - 1}."
             raise RequestError(message, code="invalid_logit_bias", param="logit_bias")
         out[int(key)] = value

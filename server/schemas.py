@@ -391,11 +391,14 @@ def _render_message(index: int, message: Message) -> dict[str, Any]:
 
 
 def _render_call(where: str, call: ToolCall) -> dict[str, Any]:
-    """Templates print arguments with tojson, so they get the object, not its text."""
+    """Templates print arguments with tojson, so they get the object, not its text. Of a call that was
+    cut off there is only text: it is said as it was."""
     try:
         arguments = msgspec.json.decode(call.function.arguments or "{}")
-    except (msgspec.MsgspecError, RecursionError):
-        message = f"{where}: arguments of {shorten(call.function.name)} must be JSON text."
+    except msgspec.MsgspecError:
+        arguments = call.function.arguments
+    except RecursionError:
+        message = f"{where}: arguments of {shorten(call.function.name)} are nested too deeply."
         raise RequestError(message, param=where) from None
     function = {"name": call.function.name, "arguments": arguments}
     return {"id": call.id, "type": "function", "function": function}

@@ -11,7 +11,6 @@ import msgspec
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from cflow.engine.errors import EngineError
 from cflow.server.errors import answer_failure, error_object
 
 DONE = b"data: [DONE]\n\n"
@@ -26,12 +25,12 @@ def event(value: Any) -> bytes:
 
 
 async def ended(chunks: Events) -> Events:
-    """The chunks, an error event if the engine fails, and [DONE]."""
+    """The chunks, an error event if something fails, and [DONE]."""
     try:
         async with aclosing(chunks):
             async for chunk in chunks:
                 yield chunk
-    except EngineError as error:
+    except Exception as error:
         refusal = answer_failure(error)
         yield event(
             error_object(str(refusal), code=refusal.code, param=None, status=refusal.status)

@@ -49,6 +49,9 @@ def check(ask: ChatRequest) -> None:
     if ask.continue_final_message and begins:
         message = "continue_final_message and add_generation_prompt exclude each other."
         raise RequestError(message, param="continue_final_message")
+    if ask.continue_final_message and ask.messages[-1].tool_calls:
+        message = "continue_final_message: the last message ends with tool calls, not with content."
+        raise RequestError(message, param="continue_final_message")
     check_stream(ask)
 
 
@@ -162,7 +165,8 @@ async def begin(service: Service, request: Request, ask: ChatRequest) -> Talk:
         continue_final_message=ask.continue_final_message,
         context=context_of(service.engine),
     )
-    thinking = card.dialect.thinking(prompt.text)
+    begun = (ask.messages[-1].content or "") if ask.continue_final_message else ""
+    thinking = card.dialect.thinking(prompt.text, begun)
     form = await form_of(calling, body, thinking, card)
     sampling = plan_sampling(service, ask, prompt, form)
     generation = service.generate(request, ask, [prompt], [sampling], ask.n)

@@ -6,7 +6,6 @@ from contextlib import aclosing
 
 from fastapi import APIRouter, Request, Response
 
-from cflow.engine.errors import EngineError
 from cflow.engine.messages import Progress
 from cflow.server import responses
 from cflow.server.errors import ClientGone, RequestError, answer_failure
@@ -32,6 +31,10 @@ def check_state(ask: ResponsesRequest) -> None:
         name = "top_logprobs" if ask.top_logprobs else "include"
         message = f"{name}: log-probabilities are to be had from /v1/chat/completions."
         raise RequestError(message, code="unsupported_parameter", param=name)
+    if ask.prompt_logprobs is not None or ask.return_token_ids:
+        name = "return_token_ids" if ask.return_token_ids else "prompt_logprobs"
+        message = f"{name}: this is to be had from /v1/chat/completions."
+        raise RequestError(message, code="unsupported_parameter", param=name)
     if ask.n != 1:
         raise RequestError("n must be 1.", param="n")
 
@@ -48,7 +51,7 @@ async def stream(response: responses.Response, generation: Generation, reply: Re
                 for piece in reply.add(delta):
                     for event in write.add(piece):
                         yield event
-    except EngineError as error:
+    except Exception as error:
         failed = response.failed(write.items, answer_failure(error))
         yield write.event("response.failed", response=failed)
         return

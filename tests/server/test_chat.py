@@ -125,6 +125,9 @@ def test_call_arguments_reach_the_template_as_objects(live: Live) -> None:
     function = {"name": "f", "arguments": '{"a": 1}'}
     live.chat(messages=[{"role": "assistant", "tool_calls": [{"id": "1", "function": function}]}])
     assert seen[0]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+    function["arguments"] = '{"a": '  # as an answer that was cut off has it
+    live.chat(messages=[{"role": "assistant", "tool_calls": [{"id": "1", "function": function}]}])
+    assert seen[1]["tool_calls"][0]["function"]["arguments"] == '{"a": '
 
 
 @pytest.mark.parametrize("role", ["system", "user", "tool"])

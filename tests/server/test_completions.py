@@ -237,6 +237,7 @@ class TestParameters:
             ("logit_bias", {"99999999": -100}), ("logit_bias", {"-1": 5}), ("model", 5),
             ("logit_bias", {"abc": 1}), ("logit_bias", {"5": 101}), ("logit_bias", [[5, 1]]),
             ("logit_bias", {"258": 1}), ("logit_bias", {"\u0665": 1}), ("logit_bias", {"5": True}),
+            ("logit_bias", {"05": 1}), ("logit_bias", {"5": 1, "005": -1}),
         ],
     )  # fmt: skip
     def test_bad_values_are_refused_and_named(self, live: Live, name: str, value: Any) -> None:

@@ -206,6 +206,7 @@ def test_knobs_reach_the_engine(tell: Tell) -> None:
         ({"input": "x" * 500}, "input"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"), ({"conversation": "c"}, "conversation"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs"), ({"return_token_ids": True}, "return_token_ids"),
         ({"top_logprobs": 3}, "top_logprobs"), ({"n": 2}, "n"), ({"temperature": 3}, "temperature"),
         ({"include": ["message.output_text.logprobs"]}, "include"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
@@ -224,16 +225,25 @@ def test_refusals_name_the_parameter(tell: Tell, fields: dict[str, Any], param: 
     assert "messages" not in error["message"]
 
 
-def test_a_failure_in_the_stream_is_an_event(serve: Any) -> None:
+@pytest.mark.parametrize(
+    ("fault", "code", "told"),
+    [
+        (EngineError("io_error", "the disk"), "io_error", "io_error: the disk"),
+        (RuntimeError("secret"), "internal", "internal: The server failed"),
+    ],
+)
+def test_a_failure_in_the_stream_is_an_event(
+    serve: Any, fault: Exception, code: str, told: str
+) -> None:
     async def fail(call: Call) -> AsyncIterator[Delta | Progress]:
         for delta in deltas_of(call, 0, b"Half", "length")[:3]:
             yield delta
-        raise EngineError("io_error", "weights could not be read from disk")
+        raise fault
 
     live: Live = serve(FakeEngine(script=fail))
     events = stream(live)
     assert events[-1].type == "response.failed"
     error = events[-1].response.error
     assert error.code == "server_error"
-    assert error.message == "io_error: weights could not be read from disk"
-    assert json.loads(ask(live).text)["error"]["code"] == "io_error"
+    assert error.message.startswith(told)
+    assert json.loads(ask(live).text)["error"]["code"] == code

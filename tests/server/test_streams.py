@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from fake_engine import Call, FakeEngine
+from fake_engine import Call, FakeEngine, logprob
 from live import Live, error_of, events, request, wait_for
 
 from cflow.engine.errors import EngineError
@@ -126,6 +126,21 @@ class TestFailures:
         assert (error["type"], error["code"]) == ("server_error", "worker_died")
         assert set(error) == {"message", "type", "param", "code"}
         assert all(c["choices"][0]["finish_reason"] is None for c in chunks[:-1])
+
+    @pytest.mark.parametrize(("path", "fields"), PATHS)
+    def test_a_fault_of_ours_is_told_too_without_details(
+        self, live: Live, path: str, fields: dict[str, Any], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        async def script(call: Call) -> AsyncIterator[Delta | Progress]:
+            yield Delta(0, 0, (65,), "A")
+            raise ValueError("a secret")
+
+        live.engine.script = script
+        response = live.post(path, fields | {"stream": True})
+        error = events(response)[-1]["error"]
+        assert (error["type"], error["code"]) == ("server_error", "internal")
+        assert "secret" not in response.text
+        assert "a secret" in caplog.text
 
     @pytest.mark.parametrize(("path", "fields"), PATHS)
     def test_of_a_whole_answer_is_a_status(
@@ -252,6 +267,33 @@ class TestTimeout:
                 ends[choice["index"]] = (choice["finish_reason"], choice["stop_reason"])
         assert texts == ["AB", ""]
         assert ends == {0: ("length", "timeout"), 1: ("length", "timeout")}
+
+    @pytest.mark.parametrize("stream", [True, False])
+    def test_a_prompt_that_was_not_scored_in_time_is_echoed_without_scores(
+        self, live: Live, stream: bool
+    ) -> None:
+        async def script(call: Call) -> AsyncIterator[Delta | Progress]:
+            if call.prompt == (97,):
+                yield Delta(0, 0, (65,), "A", (logprob(65, 1),), None, 0, (None,))
+                yield Delta(0, 0, finish=TIMED_OUT)
+                return
+            await asyncio.sleep(0.1)
+            for choice in range(call.n_choices):
+                yield Delta(0, choice, finish=TIMED_OUT)
+
+        live.engine.script = script
+        response = live.complete(prompt=["a", "bc"], echo=True, logprobs=1, stream=stream)
+        chunks = events(response) if stream else [response.json()]
+        choices = [choice for chunk in chunks for choice in chunk["choices"]]
+        (late,) = [choice for choice in choices if choice["index"] == 1]
+        assert late["text"] == "bc"
+        assert late["stop_reason"] == "timeout"
+        assert late["logprobs"] == {
+            "tokens": ["b", "c"],
+            "token_logprobs": [None, None],
+            "top_logprobs": [None, None],
+            "text_offset": [0, 1],
+        }
 
 
 class TestProgress:

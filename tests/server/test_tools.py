@@ -341,6 +341,37 @@ def test_a_message_is_continued_where_it_ends(tell: Any) -> None:
     assert prompt() == "user:q|assistant:It is |"
 
 
+@pytest.mark.parametrize(
+    ("begun", "text", "reasoning", "content"),
+    [
+        ("<think>\nLet me", " see.</think>Two.", " see.", "Two."),
+        ("<think>\nLet me", " see", " see", ""),
+        ("<think>Hm.</think>\n\nIt", " is <think>.", None, " is <think>."),
+        ("It", " is", None, " is"),
+        ("", "<think>Hm.</think>Two.", "Hm.", "Two."),
+    ],
+)
+def test_reasoning_goes_on_where_the_message_ends(
+    tell: Any, begun: str, text: str, reasoning: str | None, content: str
+) -> None:
+    live = tell(text, dialect=THINKS, reason="length")
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": begun}]
+    fields = {"messages": turns, "continue_final_message": True}
+    message = {"role": "assistant", "content": content, "refusal": None}
+    if reasoning is not None:
+        message["reasoning_content"] = reasoning
+    for choice in (whole(live, **fields), joined(live, **fields)):
+        assert without_ids(choice)["message"] == message
+
+
+def test_a_turn_that_ends_with_calls_cannot_go_on(tell: Any) -> None:
+    calls = [{"id": "1", "function": {"name": "clock", "arguments": "{}"}}]
+    turns = [{"role": "assistant", "content": "Hm.", "tool_calls": calls}]
+    response = tell("x").chat(messages=turns, continue_final_message=True)
+    assert response.status_code == 400
+    assert error_of(response)["param"] == "continue_final_message"
+
+
 def test_a_template_that_hides_the_last_message_cannot_go_on(serve: Serve) -> None:
     class Silent:
         def render(self, messages: Any, **_: Any) -> str:
