@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, TypedDict, Unpack
 
 from cflow.engine import machine
+from cflow.engine.capacity import too_little
 from cflow.engine.config import EngineConfig
 from cflow.engine.errors import CflowError
 from cflow.engine.experts import (
@@ -46,7 +47,8 @@ def open_bare(
     config: EngineConfig, report: Report, *, spare: int = 0, **sizes: Unpack[Sizes]
 ) -> Bare:
     """The settings of config that count without a scheduler, as the server understands them. spare:
-    bytes of memory that the caller takes later, and a cache chosen here must not."""
+    bytes of memory that the caller takes later, and a cache chosen here must not. EngineError where
+    memory does not hold it all."""
     threads = config.threads or machine.cores().threads
     as_f32 = config.precision == "f32"
     options: ContextOptions = {
@@ -63,7 +65,16 @@ def open_bare(
     weights = fix_weights(config, header, bank)
     kv_bytes, scratch_bytes = context_memory(header, **options)
     taken = spare + weights.n_bytes + kv_bytes + scratch_bytes
-    cache = choose_cache(config, bank, room_for_experts(machine.memory().available, taken))
+    memory = machine.memory()
+    cache = choose_cache(config, bank, room_for_experts(memory.available, taken))
+    expert_bytes = cache or (0 if as_f32 else bank.n_bytes)
+    if taken + expert_bytes > memory.available:
+        need = (
+            f"weights of {weights.n_bytes + expert_bytes:,} bytes, keys and values of {kv_bytes:,} and "
+            f"buffers of {scratch_bytes + spare:,} need {taken + expert_bytes:,}"
+        )
+        advice = "lower expert_cache, or " if config.expert_cache is not None else ""
+        raise too_little(memory, need, advice)
     model = Model(
         config.model,
         threads=threads,

@@ -31,7 +31,6 @@ from cflow.engine.reports import Report, silent
 
 MAX_STEP_ROWS = 512
 WARM_UP_STEPS = 4
-PROBE_BYTES = 1 << 30
 PROBE_PASSES = 6
 KV_BLOCK = int(const.CFLOW_KV_BLOCK)
 
@@ -218,17 +217,18 @@ def run(
     header = Model(config.model, header_only=True)
     _check(header, prompt, gen, batch, depth, runs)
     streams = max([1, *batch])
+    probe_bytes = machine.beyond_caches(machine.memory().available // 2)  # as much is for the model
     kv_blocks = max(n_blocks(depth + prompt), streams * n_blocks(depth + gen))
     model, context, threads, kv_bytes = open_bare(
         config,
         progress,
-        spare=_probe_bytes(),
+        spare=probe_bytes,
         max_rows=max(streams, KV_BLOCK, min(prompt, MAX_STEP_ROWS)),
         max_sequences=streams,
         max_context=depth + max(prompt, gen, WARM_UP_STEPS),
         n_kv_blocks=kv_blocks,
     )
-    bench = _Bench(context, model.header.n_tokens, threads, depth, runs, progress)
+    bench = _Bench(context, model.header.n_tokens, threads, probe_bytes, depth, runs, progress)
     bench.warm_up(kv_blocks)
     experts, layers = _experts(model, config), _layers(model, config)
     disks = [disk for disk in (experts, layers) if disk is not None]
@@ -274,18 +274,6 @@ def _check(
     for name, n in (("runs", runs), *(("batch", n) for n in batch)):
         if n < 1:
             raise CflowError(f"{name} {n}: at least 1 is needed")
-
-
-def _probe_bytes() -> int:
-    return max(PROBE_BYTES, 4 * machine.cpu().l3_bytes)
-
-
-def _probe(threads: int, report: Report) -> float:
-    """GB/s of main memory: a buffer that no cache holds, read with the same threads."""
-    report("probe", 0, 1)
-    rate = native.probe_bandwidth(_probe_bytes(), threads, PROBE_PASSES) / 1e9
-    report("probe", 1, 1)
-    return rate
 
 
 def _kv_read(model: Model, depth: int) -> int:
@@ -372,11 +360,19 @@ class _Bench:
     """Times steps of one context."""
 
     def __init__(
-        self, context: Context, n_tokens: int, threads: int, depth: int, runs: int, report: Report
+        self,
+        context: Context,
+        n_tokens: int,
+        threads: int,
+        probe_bytes: int,
+        depth: int,
+        runs: int,
+        report: Report,
     ) -> None:
         self._context = context
         self._n_tokens = n_tokens
         self._threads = threads
+        self._probe_bytes = probe_bytes
         self._depth = depth
         self._runs = runs
         self._report = report
@@ -440,8 +436,14 @@ class _Bench:
         return Decoded(tuple(rates), (*probes, *self._memory(streams)))
 
     def _memory(self, streams: int) -> list[float]:
-        """Many streams share the weights that they read, so only one is limited by memory."""
-        return [_probe(self._threads, self._report)] if streams == 1 else []
+        """GB/s, read with the same threads. Many streams share the weights that they read, so only one
+        is limited by memory."""
+        if streams > 1:
+            return []
+        self._report("probe", 0, 1)
+        rate = native.probe_bandwidth(self._probe_bytes, self._threads, PROBE_PASSES) / 1e9
+        self._report("probe", 1, 1)
+        return [rate]
 
     def _steps(self, streams: int, n: int) -> Iterator[int]:
         """n steps of one row a stream, behind the depth; yields how many are done."""

@@ -1,4 +1,4 @@
-"""How much context fits into how much KV memory."""
+"""How much context fits into how much KV memory, and what is said where memory does not do."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from cflow.engine.config import EngineConfig
 from cflow.engine.errors import EngineError
 from cflow.engine.kv_blocks import BLOCK, n_blocks_for
+from cflow.engine.machine import Memory
 
 DEFAULT_CONTEXTS = 4  # full ones
 DEFAULT_SHARE = 4  # at most one part in so many of the available memory
@@ -52,3 +53,10 @@ def fit_capacity(
         f"{full * block_bytes:,} are needed"
     )
     return Capacity(n_blocks * BLOCK, n_blocks, (note,))
+
+
+def too_little(memory: Memory, need: str, other: str) -> EngineError:
+    """need: what exceeds the memory; other: advice that comes before the general one."""
+    advice = f"{other}leave layers on disk with weights_memory"
+    message = f"{need}, {memory.available:,} are available ({memory.limited_by}); {advice}"
+    return EngineError("out_of_memory", message)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cflow.engine import machine
-from cflow.engine.capacity import Capacity, fit_capacity
+from cflow.engine.capacity import Capacity, fit_capacity, too_little
 from cflow.engine.config import EngineConfig
 from cflow.engine.errors import EngineError, ModelError
 from cflow.engine.experts import (
@@ -64,13 +64,11 @@ def load(config: EngineConfig, digest: str, report: Report) -> Loaded:
     reading.shutdown(wait=False)
     cores = machine.cores()
     threads = config.threads or cores.threads
-    as_f32 = config.precision == "f32"
-    kv = "f32" if as_f32 else config.kv
     share = share_memory(config)
     model = Model(
         config.model,
         threads=threads,
-        as_f32=as_f32,
+        as_f32=config.precision == "f32",
         defer_experts=config.defer_experts,
         experts=expert_options(config, share.expert_cache),
         weights_memory=share.layers,
@@ -78,7 +76,7 @@ def load(config: EngineConfig, digest: str, report: Report) -> Loaded:
     )
     _expect(digest, model)
     capacity = share.capacity
-    options = _options(config, threads, kv, capacity)
+    options = _options(config, threads, capacity)
     kv_bytes, scratch_bytes = context_memory(model, **options)
     context = Context(model, **options)
     _make_a_token(context)
@@ -91,7 +89,7 @@ def load(config: EngineConfig, digest: str, report: Report) -> Loaded:
         pid=os.getpid(),
         isa=context.isa,
         n_threads=threads,
-        threads_reason="as set" if config.threads else cores.reason,
+        threads_reason=threads_reason(config, cores),
         n_kv_blocks=capacity.n_kv_blocks,
         max_context=capacity.max_context,
         resident_bytes=memory.resident_bytes,
@@ -129,38 +127,36 @@ class Share:
     """What goes to KV, to experts and to layers; 0 for all of them."""
 
     capacity: Capacity
-    expert_cache: int
-    layers: int
+    expert_cache: int = 0
+    layers: int = 0
 
 
 def share_memory(config: EngineConfig) -> Share:
     """From the model's header. All experts stay in memory if that leaves some for KV. EngineError if
     not even the smallest cache does."""
-    as_f32 = config.precision == "f32"
-    kv = "f32" if as_f32 else config.kv
     model = read_header(config)
     bank, memory = ExpertBank.of(model), machine.memory()
     available = memory.available
-    bank_bytes = 0 if as_f32 else bank.n_bytes  # what may stay on disk
+    bank_bytes = 0 if config.precision == "f32" else bank.n_bytes  # what may stay on disk
     weights = fix_weights(config, model, bank)
     fixed = weights.n_bytes
-    one = _options(config, 1, kv, Capacity(max_context=1, n_kv_blocks=1))
-    block_bytes, _ = context_memory(model, **one)
+    block_bytes = kv_block_bytes(config, model)
+    threads = config.threads or machine.cores().threads
 
     def share(expert_bytes: int) -> Share:
         """With KV beside so many bytes of experts."""
         left = available - fixed - expert_bytes
         if left <= 0:
             advice = "lower expert_cache, or " if config.expert_cache is not None else ""
-            raise _too_little(memory, f"the weights need {fixed + expert_bytes:,} bytes", advice)
+            raise too_little(memory, f"the weights need {fixed + expert_bytes:,} bytes", advice)
         capacity = fit_capacity(config, model.header.context, block_bytes, left)
-        kv_bytes, scratch_bytes = context_memory(model, **_options(config, 1, kv, capacity))
+        kv_bytes, scratch_bytes = context_memory(model, **_options(config, threads, capacity))
         if kv_bytes + scratch_bytes > left:
             need = (
                 f"weights of {fixed + expert_bytes:,} bytes, keys and values of {kv_bytes:,} and "
                 f"buffers of {scratch_bytes:,} need {available - left + kv_bytes + scratch_bytes:,}"
             )
-            raise _too_little(memory, need, "lower kv_memory, context or max_step_tokens, or ")
+            raise too_little(memory, need, "lower kv_memory, context or max_step_tokens, or ")
         room = room_for_experts(available, fixed + kv_bytes + scratch_bytes)
         return Share(capacity, choose_cache(config, bank, room), weights.budget)
 
@@ -172,13 +168,17 @@ def share_memory(config: EngineConfig) -> Share:
     return share(0)
 
 
-def _too_little(memory: machine.Memory, need: str, other: str) -> EngineError:
-    advice = f"{other}leave layers on disk with weights_memory"
-    message = f"{need}, {memory.available:,} are available ({memory.limited_by}); {advice}"
-    return EngineError("out_of_memory", message)
+def kv_block_bytes(config: EngineConfig, model: Model) -> int:
+    """Of BLOCK positions of keys and values."""
+    one = Capacity(max_context=1, n_kv_blocks=1)
+    return context_memory(model, **_options(config, 1, one))[0]
 
 
-def _options(config: EngineConfig, threads: int, kv: str, capacity: Capacity) -> ContextOptions:
+def threads_reason(config: EngineConfig, cores: machine.Cores) -> str:
+    return "as set" if config.threads else cores.reason
+
+
+def _options(config: EngineConfig, threads: int, capacity: Capacity) -> ContextOptions:
     return {
         "isa": config.isa,
         "threads": threads,
@@ -186,7 +186,7 @@ def _options(config: EngineConfig, threads: int, kv: str, capacity: Capacity) ->
         "max_sequences": config.max_logits,
         "max_context": capacity.max_context,
         "n_kv_blocks": capacity.n_kv_blocks,
-        "kv_type": kv,
+        "kv_type": "f32" if config.precision == "f32" else config.kv,
     }
 
 

@@ -36,6 +36,9 @@ class PerplexityResult:
     tokens_per_s: float
     isa: str
     threads: int
+    precision: str  # what of the settings changes the logits
+    kv: str
+    defer_experts: int
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -81,6 +84,9 @@ def run(
         tokens_per_s=len(losses) / elapsed_s,
         isa=context.isa,
         threads=threads,
+        precision=config.precision,
+        kv="f32" if config.precision == "f32" else config.kv,
+        defer_experts=config.defer_experts,
     )
 
 

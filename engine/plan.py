@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from cflow.engine import machine, native
+from cflow.engine.capacity import Capacity, check_context
 from cflow.engine.config import EngineConfig
 from cflow.engine.disk_probe import probe_disk
 from cflow.engine.errors import EngineError
-from cflow.engine.experts import ExpertBank
+from cflow.engine.experts import ExpertBank, read_header
+from cflow.engine.kv_blocks import BLOCK
 from cflow.engine.layer_memory import FixedWeights, fix_weights, pieces, step_bytes
-from cflow.engine.loading import share_memory
+from cflow.engine.loading import Share, kv_block_bytes, share_memory, threads_reason
 from cflow.engine.native import Model
 from cflow.engine.native_types import OpInfo
 from cflow.engine.synth import shape_names, synth_header
 
-PROBE_BYTES = 1 << 30
-LEAST_PROBE_BYTES = 16 << 20
 PROBE_PASSES = 3
 
 
@@ -52,8 +52,13 @@ class Plan:
     disk_bytes_per_token: float  # these, and what one stream reads of equally wanted experts
     disk_gb_s: float | None  # direct reads of such pieces; None where there is nothing to read
     problem: str | None  # why the model does not fit
+    kv: str  # how keys and values are stored
     kv_bytes_per_token: int
-    context: int
+    kv_positions: (
+        int  # over all sequences, in the memory that a server sets aside; 0 with a problem
+    )
+    context: int  # of one sequence
+    notes: tuple[str, ...]  # what does not fit as it is set
     available_bytes: int  # memory this machine can give
     memory_limited_by: str  # the file that says so
     probe_gb_s: float
@@ -90,18 +95,15 @@ def is_shape(reference: str) -> bool:
     return reference in shape_names() or reference.endswith(".toml")
 
 
-def run(
-    path: Path,
-    expert_cache: int | str | None = None,
-    weights_memory: int | str | None = None,
-) -> Plan:
-    """The plan of a model file, next to this machine, with a server's defaults but for these two.
-    Measures memory bandwidth, and the disk where it counts: some seconds."""
-    model = Model(str(path), header_only=True)
+def run(config: EngineConfig) -> Plan:
+    """The plan of a model file, next to this machine, as a server with these settings runs it, but
+    for the debugging precision. Measures memory bandwidth, and the disk where it counts: some seconds."""
+    config = replace(config, precision="int8")
+    path, model = Path(config.model), read_header(config)
     info, cores, memory = model.plan, machine.cores(), machine.memory()
     bank = ExpertBank.of(model)
-    config = EngineConfig(model=str(path), expert_cache=expert_cache, weights_memory=weights_memory)
-    cache, problem = _expert_cache(config, bank)
+    share, problem = _share(config, model)
+    cache, threads = share.expert_cache or bank.n_bytes, config.threads or cores.threads
     weights = fix_weights(config, model, bank)
     layer_disk_bytes = step_bytes(config, bank, weights.budget)
     disk_bytes = layer_disk_bytes + _disk_bytes_per_token(model, bank, cache)
@@ -122,46 +124,44 @@ def run(
         disk_bytes_per_token=disk_bytes,
         disk_gb_s=_probe_disk(model, bank, config, weights) if disk_bytes else None,
         problem=problem,
-        kv_bytes_per_token=info.kv_bytes_per_token,
-        context=model.header.context,
+        kv=config.kv,
+        kv_bytes_per_token=kv_block_bytes(config, model) // BLOCK,
+        kv_positions=share.capacity.n_kv_blocks * BLOCK,
+        context=share.capacity.max_context,
+        notes=share.capacity.notes,
         available_bytes=memory.available,
         memory_limited_by=memory.limited_by,
-        probe_gb_s=_probe_memory(memory.available, cores.threads),
-        threads=cores.threads,
-        threads_reason=cores.reason,
+        probe_gb_s=_probe_memory(memory.available, threads),
+        threads=threads,
+        threads_reason=threads_reason(config, cores),
         stages=_stages(model.ops),
     )
 
 
-def run_shape(
-    shape: str,
-    expert_cache: int | str | None = None,
-    weights_memory: int | str | None = None,
-) -> Plan:
+def run_shape(config: EngineConfig) -> Plan:
     """The plan of a shape of configs/shapes, in q4_0; no weights are made, so the disk is not known."""
     with tempfile.TemporaryDirectory(prefix="cflow-plan-") as folder:
-        path = Path(folder) / f"{Path(shape).stem}.cflow"
-        synth_header(shape, path)
-        return run(path, expert_cache, weights_memory)
+        path = Path(folder) / f"{Path(config.model).stem}.cflow"
+        synth_header(config.model, path)
+        return run(replace(config, model=str(path)))
 
 
 def _probe_memory(available: int, threads: int) -> float:
-    """GB/s. A probe larger than what a control group has left would end this process; one that has
-    to be smaller than four times the caches flatters."""
-    wanted = max(PROBE_BYTES, 4 * machine.cpu().l3_bytes)
-    n_bytes = max(min(wanted, available // 2), LEAST_PROBE_BYTES)
+    """GB/s."""
+    n_bytes = machine.beyond_caches(available)
     return native.probe_bandwidth(n_bytes, threads, PROBE_PASSES) / 1e9
 
 
-def _expert_cache(config: EngineConfig, bank: ExpertBank) -> tuple[int, str | None]:
-    """Bytes of memory that experts get, and what is wrong if there is too little of it. EngineError
-    for settings that no memory makes right."""
+def _share(config: EngineConfig, model: Model) -> tuple[Share, str | None]:
+    """What a server does with the memory, and what is wrong if there is too little of it: then as if
+    there were enough. EngineError for settings that no memory makes right."""
     try:
-        return share_memory(config).expert_cache or bank.n_bytes, None
+        return share_memory(config), None
     except EngineError as error:
         if error.code != "out_of_memory":
             raise
-        return bank.n_bytes, str(error)
+        capacity = Capacity(check_context(config, model.header.context), n_kv_blocks=0)
+        return Share(capacity, expert_cache=0), str(error)
 
 
 def _disk_bytes_per_token(model: Model, bank: ExpertBank, cache: int) -> float:

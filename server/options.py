@@ -63,6 +63,13 @@ ENGINE_FLAGS: dict[str, Any] = {
             "reads have longer, and answers change. Default: 0.",
         ),
     ],
+    "expert_reads": Annotated[
+        int | None, _flag("expert-reads", "Reads of both in flight at most. Default: 3.")
+    ],
+    "expert_read_rate": Annotated[
+        str | None,
+        _flag("expert-read-rate", "Bytes a second they may read, such as 500M. Default: no bound."),
+    ],
     "speculation": Annotated[
         str | None,
         _flag(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -70,21 +71,24 @@ def synth(
     console.print(f"cflow: wrote {out} ({size(out.stat().st_size)})")
 
 
-@engine_flags("expert_cache", "weights_memory")
+@engine_flags(
+    "threads", "context", "kv_memory", "kv", "expert_cache", "weights_memory", "expert_reads",
+    "expert_read_rate",
+)  # fmt: skip
 def plan(
     model: Annotated[str, typer.Argument(help="A model, or a shape of configs/shapes.")],
     engine: dict[str, Any],
     json: Json = False,
 ) -> None:
-    """Say what a model needs and how fast it will be here, before loading it."""
+    """Say what a model needs and how fast it will be here, before loading it: with the settings that
+    serve would take from flags and environment."""
     from cflow.engine import plan as planner
 
     config = read_engine(model, engine)
-    memory = (config.expert_cache, config.weights_memory)
     if planner.is_shape(model):
-        found = planner.run_shape(model, *memory)
+        found = planner.run_shape(config)
     else:
-        found = planner.run(_resolve_beside_shapes(model), *memory)
+        found = planner.run(replace(config, model=str(_resolve_beside_shapes(model))))
     print_json(found.to_json()) if json else _print_plan(found)
 
 
@@ -106,11 +110,11 @@ def _print_plan(plan: Plan) -> None:
         [
             (
                 "weights in memory",
-                f"{size(plan.resident_bytes)}, {fits} in {size(plan.available_bytes)} "
-                f"({plan.memory_limited_by})",
+                f"{size(plan.resident_bytes)} of {size(plan.available_bytes)} "
+                f"({plan.memory_limited_by}): the model {fits}",
             ),
             *_disk_rows(plan),
-            ("KV", f"{size(plan.kv_bytes_per_token)} a token (f16)"),
+            ("KV", _kv_text(plan)),
             ("context", f"{plan.context}; memory holds {plan.context_in_memory} positions in all"),
             (
                 "bytes per token",
@@ -139,8 +143,16 @@ def _print_plan(plan: Plan) -> None:
             ),
         ],
     )
-    if plan.problem:
-        console.print(f"cflow: {plan.problem}", markup=False)
+    for note in (*plan.notes, *filter(None, [plan.problem])):
+        console.print(f"cflow: {note}", markup=False)
+
+
+def _kv_text(plan: Plan) -> str:
+    text = f"{size(plan.kv_bytes_per_token)} a token ({plan.kv})"
+    if plan.kv_positions:
+        kept = size(plan.kv_positions * plan.kv_bytes_per_token)
+        text += f", {kept} for {plan.kv_positions} positions"
+    return text
 
 
 def _disk_rows(plan: Plan) -> list[tuple[str, str]]:
@@ -152,7 +164,7 @@ def _disk_rows(plan: Plan) -> list[tuple[str, str]]:
         rows.append(("layers", text))
     if plan.n_experts:
         share = plan.expert_cache_bytes / plan.expert_bytes
-        text = f"{share:.0%} of {plan.n_experts} in memory, {size(plan.expert_bytes)}"
+        text = f"{100 * share:.3g}% of {plan.n_experts} in memory, {size(plan.expert_bytes)}"
         rows.append(("experts", text))
     if plan.disk_bytes_per_token:
         disk = f"at {plan.disk_gb_s:.2f} GB/s" if plan.disk_gb_s else "at a speed not known here"

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 BARE_FLAGS = (
-    "threads", "kv", "precision", "expert_cache", "weights_memory", "expert_io", "defer_experts",
-    "isa",
+    "threads", "kv", "precision", "expert_cache", "weights_memory", "expert_io", "expert_reads",
+    "expert_read_rate", "defer_experts", "isa",
 )  # fmt: skip
 
 
@@ -132,9 +132,11 @@ def perplexity(
         print_json(found.to_json())
         return
     low, high = (found.perplexity * (1 + sign * found.stderr_nll) for sign in (-1, 1))
+    deferred = f", {found.defer_experts} experts deferred" if found.defer_experts else ""
     rows = [
         ("perplexity", f"{found.perplexity:.4f} ({low:.3f} to {high:.3f})"),
         ("scored", f"{found.n_scored} tokens in {found.n_windows} windows"),
+        ("settings", f"{found.precision}, KV in {found.kv}{deferred}"),
         ("speed", f"{found.tokens_per_s:.0f} tokens/s ({found.isa}, {found.threads} threads)"),
     ]
     table(f"{found.model} ({found.quant})", rows)

@@ -7,7 +7,6 @@ import os
 import shutil
 import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -148,12 +147,11 @@ def test_stopping_it_ends_its_streams_whole(box: Box) -> None:
     with box.http.stream("POST", "/v1/completions", json=body) as response:
         lines = response.iter_lines()
         next(lines)
-        started = time.monotonic()
-        stopping = subprocess.Popen(["podman", "stop", "--time=30", box.name], env=ENVIRONMENT)
+        stopping = subprocess.Popen(["podman", "stop", "--time=60", box.name], env=ENVIRONMENT)
         assert [line for line in lines if line][-1] == "data: [DONE]"
-    assert stopping.wait(30) == 0
-    assert time.monotonic() - started < 29
+    assert stopping.wait(90) == 0
     state = json.loads(podman("inspect", box.name).stdout)[0]["State"]
+    # What podman has to kill in the end exits with 137.
     assert (state["ExitCode"], state["OOMKilled"]) == (0, False)
 
 

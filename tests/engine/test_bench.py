@@ -1,5 +1,6 @@
 """What the benchmark reports; how fast it is asserts nobody."""
 
+import re
 from itertools import count, cycle
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,9 @@ import pytest
 from cflow.engine import bare, bench, native
 from cflow.engine.bench import Decoded, Runs, TierUse
 from cflow.engine.config import EngineConfig
-from cflow.engine.errors import CflowError
+from cflow.engine.errors import CflowError, EngineError
 from cflow.engine.experts import ExpertBank
+from cflow.engine.machine import Memory
 from makefiles.shape_file import synth_model
 from oracles.random_model import EXPERTS, RandomModel
 
@@ -130,6 +132,43 @@ def test_the_debugging_precision(path: Path, monkeypatch: pytest.MonkeyPatch) ->
     bench.run(config(path, precision="f32", kv="q8"), prompt=4, gen=2, batch=(), runs=1)
     model, context = opened
     assert (model["as_f32"], context["kv_type"]) == (True, "f32")
+
+
+@pytest.mark.parametrize(
+    ("layers", "settings", "advice"),
+    [
+        ([{}], {}, "leave layers"),
+        ([{}, dict(EXPERTS)], {"expert_cache": "70%", "expert_reads": 1}, "lower expert_cache"),
+    ],
+    ids=["dense", "experts"],
+)
+def test_what_memory_does_not_hold_is_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    layers: list[dict[str, Any]],
+    settings: dict[str, Any],
+    advice: str,
+) -> None:
+    """To the byte, and before the weights are read."""
+    asked = config(RandomModel(layers).write(tmp_path / "m.cflow", "q8_0"), **settings)
+
+    def run(available: int) -> None:
+        memory = Memory(total=1 << 40, available=available, limited_by="test")
+        monkeypatch.setattr(bare.machine, "memory", lambda: memory)
+        bench.run(asked, prompt=4, gen=2, batch=(), runs=1)
+
+    def refused(available: int) -> int:
+        with pytest.raises(
+            EngineError, match=rf"{available:,} are available \(test\); {advice}"
+        ) as e:
+            run(available)
+        found = re.search(r" need ([\d,]+), ", str(e.value))
+        assert found is not None
+        return int(found[1].replace(",", ""))
+
+    need = refused(1 << 20)
+    assert refused(need - 1) == need
+    run(need)
 
 
 def test_experts_from_disk_are_accounted_for(path: Path) -> None:

@@ -95,13 +95,13 @@ def test_a_plan_reckons_with_the_disk(
 ) -> None:
     monkeypatch.setattr(native, "probe_bandwidth", lambda *_: 10e9)
     monkeypatch.setattr(plan, "probe_disk", lambda *_: 1e6)
-    found = plan.run(path, None, "50%")
+    found = plan.run(EngineConfig(model=str(path), weights_memory="50%"))
     weights, n_read = fixed(path, weights_memory="50%")
     assert (found.resident_bytes, found.layer_memory_bytes) == (weights.n_bytes, weights.budget)
     assert found.layer_disk_bytes == found.disk_bytes_per_token == n_read
     assert found.predicted_decode_tok_s == pytest.approx(1e6 / n_read)
     with pytest.raises(EngineError, match="weights_memory, and at least"):
-        plan.run(path, None, records.slot_bytes)
+        plan.run(EngineConfig(model=str(path), weights_memory=records.slot_bytes))
 
 
 def test_a_bench_counts_what_it_reads(path: Path, records: LayerRecords) -> None:

@@ -34,7 +34,8 @@ def shared(path: Path, monkeypatch: pytest.MonkeyPatch) -> Shared:
     def share(available: int, **settings: Any) -> Share:
         memory = machine.Memory(total=1 << 40, available=available, limited_by="test")
         monkeypatch.setattr(machine, "memory", lambda: memory)
-        return share_memory(EngineConfig(model=str(path), threads=1, **(SMALL | settings)))
+        settings = {"threads": 1} | SMALL | settings
+        return share_memory(EngineConfig(model=str(path), **settings))
 
     return share
 
@@ -88,6 +89,15 @@ def test_kv_memory_that_does_not_fit_beside_the_weights_is_refused(
         shared(weights + 32 * MIB, kv_memory=64 * MIB, expert_cache="100%")
     assert caught.value.code == "out_of_memory"
     assert "lower kv_memory" in str(caught.value)
+
+
+def test_buffers_are_those_of_the_threads_that_there_will_be(
+    shared: Shared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cores = machine.Cores(threads=32, reason="", physical=32, nodes=1, quota=None)
+    monkeypatch.setattr(machine, "cores", lambda: cores)
+    caches = [shared(5 * MIB, threads=threads).expert_cache for threads in (1, 32, None)]
+    assert caches[0] > caches[1] == caches[2] > 0
 
 
 def test_a_cache_larger_than_memory_is_what_to_lower(shared: Shared, path: Path) -> None:

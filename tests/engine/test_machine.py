@@ -382,10 +382,11 @@ def test_a_model_larger_than_a_real_limit_is_refused_by_its_name(
     box = group("memory")
     box.write("memory.limit_in_bytes", 512 << 20)
     code = """
-from cflow.engine.plan import run_shape
 from cflow.engine import native
+from cflow.engine.config import EngineConfig
+from cflow.engine.plan import run_shape
 native.probe_bandwidth = lambda *_: 1e9
-print(json.dumps([run_shape(shape).problem for shape in ("smollm2-135m", "qwen2.5-3b")]))
+print(json.dumps([run_shape(EngineConfig(model=shape)).problem for shape in ("smollm2-135m", "qwen2.5-3b")]))
 """
     fits, problem = box.run(code)
     assert fits is None

@@ -5,6 +5,7 @@ import gc
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from struct import Struct
 from typing import Any
 
 import numpy as np
@@ -86,6 +87,23 @@ def test_a_row_has_the_order_of_the_struct() -> None:
     in_c = [name for name, _ in native.ffi.typeof("cflow_row_usage").fields]
     assert [*native.RowUsage._fields] == [name for name in in_c if name != "reserved"]
     assert native.RowUsage._fields == DiskUsage.__struct_fields__
+
+
+@pytest.mark.parametrize(
+    ("packer", "struct"),
+    [(native._ROW, "cflow_row"), (native._PICK, "cflow_pick"), (native._USAGE, "cflow_row_usage")],
+)
+def test_what_is_packed_by_hand_lies_as_in_c(packer: Struct, struct: str) -> None:
+    """Each field of C, but pointers and what is reserved, holds the value of its turn."""
+    fields = [
+        (name, field.type.cname)
+        for name, field in native.ffi.typeof(struct).fields
+        if name != "reserved" and field.type.kind != "pointer"
+    ]
+    n = len(packer.unpack(bytes(packer.size)))
+    assert (packer.size, n) == (native.sizeof(struct), len(fields))
+    in_c = native.ffi.from_buffer(f"{struct} *", packer.pack(*range(1, n + 1)))
+    assert [getattr(in_c, name) for name, _ in fields] == list(range(1, n + 1))
 
 
 def test_pack_fills_with_zeros_and_refuses_unknown_fields() -> None:

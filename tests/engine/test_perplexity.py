@@ -99,6 +99,16 @@ def test_only_the_first_windows_are_scored(
     assert result.to_json()["perplexity"] == result.perplexity
 
 
+def test_settings_that_change_the_logits_are_told(tmp_path: Path, text_file: Path) -> None:
+    experts = tmp_path / "experts.cflow"
+    convert(str(tiny.save(tiny.build("olmoe"), tmp_path / "hf")), experts)
+    told = []
+    for settings in ({}, {"kv": "q8", "defer_experts": 1}, {"precision": "f32"}):
+        found = perplexity.run(config(experts, **settings), text_file, windows=1).to_json()
+        told.append((found["precision"], found["kv"], found["defer_experts"]))
+    assert told == [("int8", "f16", 0), ("int8", "q8", 1), ("f32", "f32", 0)]
+
+
 def test_texts_that_cannot_be_scored_are_named(path: Path, tmp_path: Path) -> None:
     with pytest.raises(CflowError, match=r"none.*No such file"):
         perplexity.run(config(path), tmp_path / "none")

@@ -3,10 +3,12 @@
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cflow.engine import native, plan, synth
+from cflow.engine.config import EngineConfig
 from cflow.engine.errors import EngineError
 from cflow.engine.experts import ExpertBank
 from cflow.engine.machine import Memory
@@ -50,6 +52,10 @@ def opened(tmp_path: Path) -> Open:
         return Model(str(header), header_only=True)
 
     return open_shape
+
+
+def planned(path: Path, **settings: Any) -> plan.Plan:
+    return plan.run(EngineConfig(model=str(path), **settings))
 
 
 def longest_path(model: Model) -> float:
@@ -112,7 +118,7 @@ def test_weights_used_three_times_are_stored_once(opened: Open) -> None:
 
 def test_plan_of_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "probe_bandwidth", lambda *_: 10e9)
-    found = plan.run_shape("arch2_4_combined_d512")
+    found = plan.run_shape(EngineConfig(model="arch2_4_combined_d512"))
     assert found.n_stages == found.n_barriers == len(found.stages) == 37  # six a layer, and one
     assert found.critical_path_bytes < found.layer_bytes < found.bytes_per_token
     together = next(stage.ops for stage in found.stages if "L2.qkv" in stage.ops)
@@ -127,13 +133,13 @@ def test_plan_of_more_experts_than_memory_holds(
     monkeypatch.setattr(native, "probe_bandwidth", lambda *_: 10e9)
     monkeypatch.setattr(plan, "probe_disk", lambda *_: 1e6)
     bank = ExpertBank.of(Model(str(path), header_only=True))
-    everything = plan.run(path)
+    everything = planned(path)
     assert (everything.expert_cache_bytes, everything.resident_bytes) == (
         bank.n_bytes,
         path.stat().st_size,
     )
     assert (everything.disk_bytes_per_token, everything.disk_gb_s) == (0, None)
-    found = plan.run(path, 4 * bank.record_bytes)
+    found = planned(path, expert_cache=4 * bank.record_bytes)
     assert found.expert_cache_bytes == 4 * bank.record_bytes
     assert found.resident_bytes == path.stat().st_size - 8 * bank.record_bytes
     missed_bytes = 8 / 3 * bank.record_bytes
@@ -142,12 +148,34 @@ def test_plan_of_more_experts_than_memory_holds(
     assert found.problem is None
 
 
+def test_a_plan_is_of_the_settings_of_a_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = RandomModel([{}, dict(EXPERTS)], context=1024).write(tmp_path / "m.cflow", "q8_0")
+    asked: list[Any] = []
+    monkeypatch.setattr(native, "probe_bandwidth", lambda _, n, *__: asked.append(n) or 10e9)
+    monkeypatch.setattr(plan, "probe_disk", lambda *args: asked.append(args[-1]) or 1e6)
+    share = {"expert_cache": "50%", "expert_reads": 2}
+    found = planned(path, threads=3, kv="f32", kv_memory=1 << 16, **share)
+    assert asked == [2, 3]
+    assert (found.threads, found.threads_reason) == (3, "as set")
+    model = Model(str(path), header_only=True)
+    position_bytes = sum(2 * 4 * layer.n_kv_heads * layer.head_dim for layer in model.layers)
+    assert (found.kv, found.kv_bytes_per_token) == ("f32", position_bytes)
+    assert found.kv_positions == (1 << 16) // position_bytes // 32 * 32
+    assert 0 < found.kv_positions == found.context < 1024
+    assert found.notes[0].startswith(f"context lowered from 1024 to {found.context}")
+    half = planned(path, context=64, **share)
+    assert (half.context, half.kv_positions, half.notes) == (64, 4 * 64, ())
+    assert half.kv_bytes_per_token == position_bytes // 2
+
+
 def test_budgets_that_no_server_takes_have_no_plan(tmp_path: Path) -> None:
     path = RandomModel([dict(EXPERTS)]).write(tmp_path / "m.cflow", "q8_0")
     with pytest.raises(EngineError, match="1 bytes is the expert_cache, and at least"):
-        plan.run(path, 1)
+        planned(path, expert_cache=1)
     with pytest.raises(EngineError, match="1 bytes is the weights_memory, and at least"):
-        plan.run(path, None, 1)
+        planned(path, weights_memory=1)
 
 
 def test_the_probe_of_memory_leaves_half_of_it(
@@ -159,7 +187,7 @@ def test_the_probe_of_memory_leaves_half_of_it(
     for available in (700 << 20, 1 << 40):
         memory = Memory(total=1 << 41, available=available, limited_by="test")
         monkeypatch.setattr(plan.machine, "memory", lambda memory=memory: memory)
-        plan.run(path)
+        planned(path)
     assert probed[0] == 350 << 20
     assert probed[1] >= 1 << 30
 
@@ -169,7 +197,7 @@ def test_plan_of_what_does_not_fit_at_all(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(native, "probe_bandwidth", lambda *_: 10e9)
     little = Memory(total=1 << 16, available=1 << 12, limited_by="test")
     monkeypatch.setattr(plan.machine, "memory", lambda: little)
-    problem = plan.run(path).problem
+    problem = planned(path).problem
     assert problem is not None
     assert problem.startswith("the weights need ")
     assert " bytes, 4,096 are available" in problem

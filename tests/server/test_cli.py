@@ -117,7 +117,6 @@ def test_a_file_in_stage_order_is_inspected_and_run(shape: Path, model: Path) ->
 def test_what_has_no_flag_is_set_in_the_environment(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of bench: how many reads of experts are in flight, in the engine and in the probe of the disk."""
     found: list[EngineConfig] = []
 
     def run(config: EngineConfig, **_: Any) -> None:
@@ -125,11 +124,11 @@ def test_what_has_no_flag_is_set_in_the_environment(
         raise CflowError("seen")
 
     monkeypatch.setattr("cflow.engine.bench.run", run)
-    for environment, reads in (({"CFLOW_EXPERT_READS": "2"}, 2), ({}, 3)):
+    for environment, seconds in (({"CFLOW_STUCK": "20"}, 20), ({}, 60)):
         runner.invoke(app, ["bench", str(model)], env=environment)
-        assert found.pop().expert_reads == reads
-    result = runner.invoke(app, ["bench", str(model)], env={"CFLOW_EXPERT_READS": "many"})
-    assert "CFLOW_EXPERT_READS" in str(result.exception)
+        assert found.pop().stuck_s == seconds
+    result = runner.invoke(app, ["bench", str(model)], env={"CFLOW_STUCK": "never"})
+    assert "CFLOW_STUCK" in str(result.exception)
 
 
 def test_plan_of_a_file_and_of_its_shape_agree(
