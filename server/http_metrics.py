@@ -33,12 +33,13 @@ class HttpMetrics:
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics, routes: Iterable[tuple[str, str]]) -> None:
-        """routes: path templates and methods; what is posted is shown from the first second."""
+        """routes: path templates and methods; what is posted, and the scrape itself, is shown from the
+        first second."""
         self.app = app
         self.metrics = metrics
         self.routes = frozenset(routes)
         for path, method in sorted(self.routes):
-            if method == "POST":
+            if method == "POST" or path == "/metrics":
                 metrics.http_seconds.labels(path, method)
 
     def _record(self, scope: Scope, status: int, seconds: float, request_id: bytes) -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
-from running import Server, wait_for
+from running import Server, serving, wait_for
+
+from oracles import tiny
 
 PROMPTS = [
     "Hello", "The sky is", " leading space", "x", "漢字", "def f(x):\n    return", "1 + 1 =", "😸",
@@ -277,6 +281,37 @@ def test_cn01_cn02_a_client_that_leaves_frees_the_engine(
     shared.complete("x", max_tokens=1)
     assert wait_for(lambda: shared.metric("vllm:num_requests_running") == 0)
     assert wait_for(lambda: shared.metric("cflow_cancelled_total") == before + 1)
+
+
+def test_se05_a_template_of_a_model_file_runs_no_code(tmp_path: Path) -> None:
+    """One template has all of them: the first message says which. Rendered at no other time."""
+    hostile = [
+        f"{{{{ lipsum.__globals__['os'].popen('touch {tmp_path}/pwned').read() }}}}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}{{ x.y }}",
+        "{{ (''|attr('__class__')).x }}",
+        "{{ messages.append(1) }}",
+        "{% for i in range(999999999) %}x{% endfor %}",
+        "{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}",
+        "{{ messages[0].content * 10**10 }}",
+    ]
+    branches = "".join(
+        f"{{% elif messages[0].content == '{i}' %}}{source}" for i, source in enumerate(hostile)
+    )
+    template = f"{{% if messages[0].content == 'ok' %}}fine{branches}{{% endif %}}"
+    folder = tiny.save(tiny.build("llama"), tmp_path / "hf")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    with serving(folder) as server:
+        workers = server.workers()
+        for i in range(len(hostile)):
+            response = server.http.post("/v1/chat/completions", json=chat_body(str(i)))
+            assert response.status_code == 400, hostile[i]
+            assert response.json()["error"]["code"] == "template_error"
+            assert server.chat("ok", max_tokens=1)["usage"]["completion_tokens"] == 1
+        assert server.workers() == workers
+        status = Path(f"/proc/{server.process.pid}/status").read_text()
+        [peak_kib] = re.findall(r"VmHWM:\s+(\d+) kB", status)
+        assert int(peak_kib) < 1 << 20
+    assert not (tmp_path / "pwned").exists()
 
 
 def test_me03_all_requests_are_accounted_for(shared: Server) -> None:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from fake_engine import Call
 from live import Live, error_of, read_all, request
 
+from cflow.engine.errors import EngineError
+from cflow.engine.messages import Delta, Progress
 from cflow.server.schemas import CompletionRequest, Message
 
 GENERATING = ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"]
@@ -239,6 +243,34 @@ class TestKeepAlive:
             assert answer.startswith(b"HTTP/1.1 401")
             assert b"Invalid HTTP request" not in answer
             assert answer.count(b"HTTP/1.1 200") == (1 if len(body) < 100 else 0)
+
+    def test_after_a_body_that_is_too_large(self, serve: Any) -> None:
+        live: Live = serve(max_body=100_000)
+        sock = live.raw(
+            request("POST", "/v1/completions", b"x" * 5_000_000)
+            + request("GET", "/health", b"", "Connection: close")
+        )
+        answer = read_all(sock)
+        sock.close()
+        assert answer.startswith(b"HTTP/1.1 413")
+        assert answer.count(b"HTTP/1.1") == 1
+
+    def test_after_a_stream_that_failed(self, live: Live) -> None:
+        async def failing(_: Call) -> AsyncIterator[Delta | Progress]:
+            raise EngineError("worker_died", "the engine ended")
+            yield
+
+        live.engine.script = failing
+        sock = live.raw(
+            request("POST", "/v1/completions", b'{"prompt":"a","stream":true}')
+            + request("GET", "/health", b"", "Connection: close")
+        )
+        answer = read_all(sock)
+        sock.close()
+        assert [line for line in answer.split(b"\r\n") if line.startswith(b"HTTP/1.1")] == [
+            b"HTTP/1.1 200 OK", b"HTTP/1.1 200 OK",
+        ]  # fmt: skip
+        assert b"worker_died" in answer
 
 
 def test_openapi_describes_the_bodies(live: Live) -> None:
