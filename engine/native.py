@@ -37,6 +37,7 @@ from cflow.engine.native_types import (
     Row,
     RowUsage,
     Score,
+    StageTime,
     StepResult,
     Tensor,
     TierStats,
@@ -61,6 +62,7 @@ __all__ = [
     "Row",
     "RowUsage",
     "Score",
+    "StageTime",
     "StepResult",
     "Tensor",
     "TierStats",
@@ -458,6 +460,7 @@ class Context:
         # The destructor holds the model's handle, so the model cannot close first.
         self._handle = ffi.gc(out[0], lambda ctx, _model=model_handle: lib.cflow_ctx_close(ctx))
         self._vocab_size = model.header.vocab_size
+        self._n_stages = model.plan.n_stages
         self._max_rows = options["max_rows"]
         self._max_picks = options["max_sequences"]
         self._rows = ffi.new("cflow_row[]", self._max_rows)
@@ -568,6 +571,14 @@ class Context:
     def read_bytes(self) -> int:
         """Weight bytes streamed so far."""
         return int(lib.cflow_ctx_read_bytes(self._handle))
+
+    @property
+    def stage_times(self) -> list[StageTime]:
+        """Of the plan's stages, the head, and what is done with its logits."""
+        n = self._n_stages + 2
+        times = ffi.new("cflow_stage_time[]", n)
+        lib.cflow_ctx_stage_times(self._handle, times)
+        return [_record(StageTime, times[i]) for i in range(n)]
 
     def value(self, name: str, row: int) -> Floats:
         """A value of the plan ("L0.q") for one row of the last step; needs keep_values."""

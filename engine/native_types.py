@@ -116,6 +116,14 @@ class OpInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class StageTime:
+    """cflow_stage_time."""
+
+    ns: int
+    idle_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class Memory:
     """cflow_memory."""
 

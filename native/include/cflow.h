@@ -522,6 +522,14 @@ void cflow_ctx_cancel(cflow_ctx *ctx); /* any thread: the running step ends earl
 uint64_t cflow_ctx_stage_count(const cflow_ctx *ctx);
 uint64_t cflow_ctx_read_bytes(const cflow_ctx *ctx); /* weight bytes streamed so far */
 
+typedef struct {      /* of a stage, over all steps so far */
+    uint64_t ns;      /* until the next one began */
+    uint64_t idle_ns; /* of that, all threads together: waited for the others and for their call */
+} cflow_stage_time;
+
+/* out: (n_stages + 2,) the plan's stages, the head, and what is done with its logits. */
+void cflow_ctx_stage_times(const cflow_ctx *ctx, cflow_stage_time *out);
+
 /* keep_values only: row `row` of value `name` ("L0.q") of the last step. n: floats in out; *n_out:
  * the value's floats per row. "L0.routed" gives expert ids, "L0.routed_weights" their weights. */
 cflow_status cflow_ctx_value(const cflow_ctx *ctx, const char *name, int32_t row, float *out,

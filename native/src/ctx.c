@@ -154,6 +154,7 @@ static void lay_rest(cflow_ctx *ctx, layout *l) {
     ctx->step.score_rows = take(l, rows, sizeof *ctx->step.score_rows);
     lay_tier(ctx, l);
     ctx->shares = take(l, (size_t)o->n_threads, sizeof *ctx->shares);
+    ctx->times = take(l, ctx->model->plan->n_stages + 2, sizeof *ctx->times);
     ctx->scratch_bytes = scratch_bytes(ctx);
     ctx->scratch = take(l, (size_t)o->n_threads, ctx->scratch_bytes);
 }
@@ -332,6 +333,11 @@ uint64_t cflow_ctx_stage_count(const cflow_ctx *ctx) {
 }
 uint64_t cflow_ctx_read_bytes(const cflow_ctx *ctx) {
     return atomic_load(&ctx->read_bytes);
+}
+void cflow_ctx_stage_times(const cflow_ctx *ctx, cflow_stage_time *out) {
+    for (uint32_t i = 0; i < ctx->model->plan->n_stages + 2; i++)
+        out[i] =
+            (cflow_stage_time){atomic_load(&ctx->times[i].ns), atomic_load(&ctx->times[i].idle_ns)};
 }
 
 const float *cflow_ctx_logits(const cflow_ctx *ctx, int32_t row) {

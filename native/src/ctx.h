@@ -68,6 +68,7 @@ typedef struct {
     atomic_uint phase;      /* the one running; n_phases: none */
     atomic_uint units_done; /* of the running phase */
     uint32_t n_units;
+    uint64_t began_ns; /* the running phase; 0: none runs */
     int cancelled;
 } step;
 
@@ -76,6 +77,10 @@ typedef struct {
 typedef struct {
     _Alignas(64) atomic_uint_fast64_t left;
 } share;
+
+typedef struct {
+    atomic_uint_fast64_t ns, idle_ns;
+} stage_time;
 
 struct cflow_ctx {
     const cflow_model *model;
@@ -101,7 +106,8 @@ struct cflow_ctx {
     row_fault *faults;      /* (max_rows,) */
     uint8_t *scratch;       /* (n_threads, scratch_bytes) */
     size_t scratch_bytes;
-    share *shares; /* (n_threads,) */
+    share *shares;     /* (n_threads,) */
+    stage_time *times; /* (n_stages + 2,) */
     step step;
     atomic_int cancelled;
     atomic_uint_fast64_t stage_count, read_bytes;

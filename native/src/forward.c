@@ -1,5 +1,6 @@
 /* The step: phases (ctx.h: the plan's stages with waves of experts between, then the head) whose
  * units the threads share by bytes. */
+#include "clock.h"
 #include "ctx.h"
 #include "ring.h"
 #include "status.h"
@@ -144,9 +145,15 @@ static totals find_work(cflow_ctx *ctx, uint32_t phase) {
     return all;
 }
 
+static stage_time *time_of(const cflow_ctx *ctx, uint32_t phase) {
+    const uint32_t n = ctx->model->plan->n_stages;
+    return &ctx->times[phase < 2 * n ? phase / 2 : n + phase % 2];
+}
+
 /* Makes the next phase that has work ready, or ends the step. */
 static void begin_phase(cflow_ctx *ctx, uint32_t phase) {
     step *s = &ctx->step;
+    const uint32_t before = atomic_load(&s->phase);
     totals all = {0};
     int goes_on = 1;
     for (; phase < s->n_phases; phase++) {
@@ -170,6 +177,9 @@ static void begin_phase(cflow_ctx *ctx, uint32_t phase) {
         visit_spans(ctx, phase, divide_span, &d);
         atomic_fetch_add(&ctx->stage_count, 1);
     }
+    const uint64_t now = clock_ns();
+    if (s->began_ns) atomic_fetch_add(&time_of(ctx, before)->ns, now - s->began_ns);
+    s->began_ns = phase < s->n_phases ? now : 0;
     pool_pass(ctx->pool);
 }
 
@@ -229,7 +239,9 @@ static void run_step(void *arg, int thread) {
         if (phase >= s->n_phases) return;
         errand e = {.thread = thread};
         if (!find_units(ctx, turn, thread, &e.units)) {
+            const uint64_t from_ns = clock_ns();
             pool_wait(ctx->pool, turn);
+            atomic_fetch_add(&time_of(ctx, phase)->idle_ns, clock_ns() - from_ns);
             continue;
         }
         /* The total is read while our units keep the phase open: later it may be the next one's. */

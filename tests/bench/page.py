@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from bench import profile
 from bench.rows import MADE, ROWS, Row
 from cflow.engine.lab.page import table
 
@@ -28,6 +29,15 @@ SWEEPS = """\
 
 So many streams decode at once, each a row of every step, from empty contexts: tokens a second of all \
 together, and their share of the ceiling."""
+
+PROFILES = """\
+## Profiles
+
+Where the time of decode goes (`python -m bench.profile FILE.cflow`): the stages of a token by what they \
+compute, from an empty context on, medians of seven rounds, each between two probes of memory. Cycles are \
+of one thread for a tile of 128 x 256 weights, by the time stamp counter; beside them what llvm-mca makes \
+of the inner loop out of the first-level cache ([kernels.md](kernels.md)), by the processor's own clock. \
+Idle: how long a thread waits in a stage for the others and for their call, in the mean."""
 
 PEERS = """\
 ## Peers
@@ -71,6 +81,9 @@ def _sections(results: Mapping[str, Any]) -> Iterator[str]:
     if sweeps := {name: row["steps"] for name, row in measured.items() if row["steps"]}:
         yield SWEEPS
         yield _sweeps(sweeps)
+    if results["profiles"]:
+        yield PROFILES
+        yield table(("model", *profile.COLUMNS), _profiles(results["profiles"]))
     yield from _peers(results["peers"])
     yield COMMANDS
     yield table(("model", "made by"), _made(rows))
@@ -105,6 +118,14 @@ def _sweeps(sweeps: Mapping[str, Any]) -> str:
         for name, steps in sweeps.items()
     ]
     return table(("", *map(str, sizes)), rows)
+
+
+def _profiles(profiles: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    for name, found in profiles.items():
+        probe = f"{name}, {found['probe_gb_s']:.1f} GB/s"
+        for row in profile.rows(found):
+            yield probe, *row
+            probe = ""
 
 
 def _peers(peers: Mapping[str, Any]) -> Iterator[str]:

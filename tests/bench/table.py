@@ -27,7 +27,7 @@ from typing import Any
 
 import pytest
 
-from bench import page, picture
+from bench import figures, page, picture
 from bench.figures import Figure, Taken
 from bench.rows import BITS, MADE, ROWS, Row, Source
 from cflow.engine import hub, machine, native
@@ -136,6 +136,15 @@ def measure(rows: list[Row], path: Path, found: dict[str, dict[str, Any]]) -> No
             found[row.name] = result(row, one, row.figure(one), found)
 
 
+def add_profile(name: str, path: Path, profiles: dict[str, Any]) -> None:
+    try:
+        found = json.loads(run(f"python -m bench.profile {path} --json"))
+    except NotHere as reason:
+        print(f"  profile: not measured: {reason}")
+    else:
+        profiles[name] = found | {"date": date.today().isoformat()}
+
+
 @contextmanager
 def reported(row: Row, found: dict[str, dict[str, Any]]) -> Iterator[None]:
     try:
@@ -182,11 +191,11 @@ def machine_text() -> str:
 
 def load() -> dict[str, Any]:
     """Earlier figures, if they are of this machine."""
-    empty = {"machine": machine_text(), "rows": {}, "peers": {}}
+    empty = {"machine": machine_text(), "rows": {}, "profiles": {}, "peers": {}}
     if not RESULTS.exists():
         return empty
     old: dict[str, Any] = json.loads(RESULTS.read_text())
-    return old if old["machine"] == empty["machine"] else empty
+    return empty | old if old["machine"] == empty["machine"] else empty
 
 
 def save(results: dict[str, Any]) -> None:
@@ -228,6 +237,8 @@ def main() -> None:
             check_memory(source)
             with model(source, args.folder) as path:
                 measure(ours, path, results["rows"])
+                if any(row.figure is figures.decode for row in ours):
+                    add_profile(source.name, path, results["profiles"])
         except NotHere as reason:
             for row in ours:
                 with reported(row, results["rows"]):

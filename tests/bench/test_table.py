@@ -175,7 +175,9 @@ def test_what_could_not_be_measured_is_said(tmp_path: Path) -> None:
         "engines": {"cflow": "", "llama.cpp": "not measured: no compiler"},
         "rows": {"decode x": {"cflow": RUNS}},
     }
-    page.write({"machine": "m", "rows": {name: row}, "peers": peers}, tmp_path / "page.md")
+    page.write(
+        {"machine": "m", "rows": {name: row}, "profiles": {}, "peers": peers}, tmp_path / "page.md"
+    )
     text = (tmp_path / "page.md").read_text()
     assert f"| {name} | not measured: 19.0 GB of memory are needed |" in text
     assert "- llama.cpp: not measured: no compiler" in text

@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -277,6 +278,17 @@ def test_counters_rise(context: Context, model: Model) -> None:
     context.step(rows([1]))
     assert context.stage_count >= model.plan.n_stages  # the head's stages count as well
     assert context.read_bytes > 0
+
+
+def test_stage_times_add_up_to_the_steps(context: Context, model: Model) -> None:
+    began = time.perf_counter_ns()
+    for position in range(3):
+        context.step(rows([1], position))
+    took = time.perf_counter_ns() - began
+    times = context.stage_times
+    assert len(times) == model.plan.n_stages + 2
+    assert all(one.ns > 0 for one in times[:-2])
+    assert 0 < sum(one.ns for one in times) <= took
 
 
 def test_logits_are_a_copy(context: Context) -> None:
