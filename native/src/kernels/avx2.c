@@ -10,7 +10,7 @@
 #define INLINE inline __attribute__((always_inline))
 #define LANES 8
 #define UNITS 1
-#define HEADS 2
+#define HEADS 3
 #define BYTE_BIAS 0
 
 typedef __m256 vf;

@@ -1,15 +1,16 @@
 /* Attention over paged KV in vectors of LANES, for the instruction set that includes this.
  *
- * Scores: a lane is a position, K being (head_dim, 32). Values: a lane is a dimension. HEADS heads
- * that share the KV head go together, so each load of K and V serves all of them. */
+ * Scores: a lane is a position, K being (head_dim, 32). Values: a lane is a dimension. Up to HEADS
+ * heads that share the KV head go together, so that each load of K and V serves all of them: with
+ * AVX2 their sums, what meets them and one vector of K or V are just the 16 registers. */
 
 enum { POSITION_PARTS = 32 / LANES, VALUE_PARTS = 4 };
 
 typedef struct {
-    float *o;        /* (n_heads, padded head_dim) sums, not yet divided */
-    float *w;        /* (n_heads, 32) */
-    float *m, *l;    /* (n_heads,) */
-    size_t o_stride; /* head_dim rounded up to LANES */
+    float *o;         /* (n_heads, padded head_dim) sums, not yet divided */
+    float *w;         /* (n_heads, 32) */
+    float *m, *l, *c; /* (n_heads,) */
+    size_t o_stride;  /* head_dim rounded up to LANES */
 } attend_state;
 
 static INLINE vf load_kv(const uint8_t *base, size_t index, cflow_kv_type type) {
@@ -31,100 +32,103 @@ static INLINE vf load_kv_n(const uint8_t *base, size_t index, size_t n, cflow_kv
     return load_kv(last, 0, type);
 }
 
-/* The block after the one at `start`, or that one: blocks lie anywhere, so the next is fetched from
- * memory while this one is used, K with the scores of the first head and V with its values. */
-static INLINE const uint8_t *next_block(const attend_args *a, uint32_t start) {
-    return a->blocks[start / 32 + (a->end - start > 32)];
+/* A pass of some heads over half a block (K or V): those passes bring the next half, which lies
+ * anywhere, into the first-level cache, each its share. */
+typedef struct {
+    uint32_t head, index, n; /* first head; which pass it is of how many */
+} pass;
+
+/* The half of the block at `start` that V is, then the K of the one after it, or of the same. */
+static INLINE const uint8_t *half_ahead(const attend_args *a, uint32_t start, int at_values,
+                                        cflow_kv_type type) {
+    if (at_values) return a->blocks[start / 32 + (a->end - start > 32)];
+    return a->blocks[start / 32] + (size_t)a->head_dim * 32 * kv_bytes(type);
 }
 
-/* Softmax of a head's 32 scores, over positions [low, high) of the block: w, and m, l, o moved on.
- */
-static INLINE void weigh(const attend_state *s, uint32_t head, const vf *scores, uint32_t low,
-                         uint32_t high) {
-    vf w[POSITION_PARTS];
-    float *weights = s->w + (size_t)head * 32;
-    float largest = s->m[head];
-    for (uint32_t i = 0; i < POSITION_PARTS; i++) f_store(weights + i * LANES, scores[i]);
-    for (uint32_t p = 0; p < low; p++) weights[p] = -INFINITY;
-    for (uint32_t p = high; p < 32; p++) weights[p] = -INFINITY;
-    vf most = f_set1(largest);
-    for (uint32_t i = 0; i < POSITION_PARTS; i++) most = f_max(f_load(weights + i * LANES), most);
-    largest = f_reduce_max(most);
-    for (uint32_t i = 0; i < POSITION_PARTS; i++) {
-        w[i] = f_exp(f_load(weights + i * LANES) - f_set1(largest));
-        f_store(weights + i * LANES, w[i]);
-    }
-    const vf c = f_exp(f_set1(s->m[head]) - f_set1(largest));
-    for (uint32_t i = 0; i < PARTS; i++) w[i] = w[i] + w[i + PARTS];
-    s->m[head] = largest;
-    s->l[head] = fmaf(s->l[head], f_first(c), fold16(w));
-    float *o = s->o + head * s->o_stride;
-    for (size_t d = 0; d < s->o_stride; d += LANES) f_store(o + d, f_load(o + d) * c);
-}
-
+/* q K of a block for n heads: into w. */
 static INLINE void score_heads(const attend_args *a, const attend_state *s, uint32_t start,
-                               uint32_t head, const uint32_t n, cflow_kv_type type) {
+                               pass turn, const uint32_t n, cflow_kv_type type) {
+    const size_t head_dim = a->head_dim, step = 32 * kv_bytes(type) / turn.n;
     const uint8_t *k = a->blocks[start / 32];
-    const float *q = a->q + (size_t)head * a->head_dim;
-    const uint32_t low = a->first > start ? a->first - start : 0;
-    const uint32_t high = a->end - start < 32 ? a->end - start : 32;
-    vf scores[HEADS][POSITION_PARTS];
-    for (uint32_t h = 0; h < n; h++) {
-        for (uint32_t i = 0; i < POSITION_PARTS; i++) scores[h][i] = f_set1(0);
-    }
-    const uint8_t *next = next_block(a, start);
-    for (size_t d = 0; d < a->head_dim; d++) {
-        vf keys[POSITION_PARTS];
-        if (head == 0) fetch(next, 32 * kv_bytes(type), d * 32 * kv_bytes(type));
-        for (uint32_t i = 0; i < POSITION_PARTS; i++)
-            keys[i] = load_kv(k, d * 32 + i * LANES, type);
-        for (uint32_t h = 0; h < n; h++) {
-            const vf query = f_set1(q[h * a->head_dim + d]);
-            for (uint32_t i = 0; i < POSITION_PARTS; i++) {
-                scores[h][i] = f_fma(query, keys[i], scores[h][i]);
-            }
-        }
-    }
-    const uint8_t *k_scales = k + (size_t)a->head_dim * 64;
-    for (uint32_t h = 0; h < n; h++) {
+    const uint8_t *ahead = half_ahead(a, start, 0, type) + turn.index * step * head_dim;
+    const float *q = a->q + turn.head * head_dim;
+    float *w = s->w + (size_t)turn.head * 32;
+    vf sum[HEADS][POSITION_PARTS];
+    for (uint32_t h = 0; h < n; h++)
+        for (uint32_t i = 0; i < POSITION_PARTS; i++) sum[h][i] = f_set1(0);
+    for (size_t d = 0; d < head_dim; d++) {
+        vf query[HEADS];
+        fetch(ahead, 32 * kv_bytes(type), d * step);
+        for (uint32_t h = 0; h < n; h++) query[h] = f_set1(q[h * head_dim + d]);
         for (uint32_t i = 0; i < POSITION_PARTS; i++) {
-            scores[h][i] = scores[h][i] * f_set1(a->scale);
-            if (type == CFLOW_KV_Q8) {
-                scores[h][i] = scores[h][i] * f_of_f32(k_scales + i * LANES * 4);
-            }
-        }
-        weigh(s, head + h, scores[h], low, high);
-        if (type != CFLOW_KV_Q8) continue;
-        float *w = s->w + (size_t)(head + h) * 32;
-        for (uint32_t i = 0; i < 32; i += LANES) {
-            f_store(w + i, f_load(w + i) * f_of_f32(k_scales + 128 + i * 4));
+            const vf keys = load_kv(k, d * 32 + i * LANES, type);
+            for (uint32_t h = 0; h < n; h++) sum[h][i] = f_fma(query[h], keys, sum[h][i]);
         }
     }
+    for (uint32_t h = 0; h < n; h++)
+        for (uint32_t i = 0; i < POSITION_PARTS; i++) f_store(w + h * 32 + i * LANES, sum[h][i]);
 }
 
-/* `parts` vectors of dimensions from d on, for n heads: as many sums that wait for nothing but
- * themselves. */
+/* Softmax of a head's scores: w becomes the weights of the values, c what to multiply o by. A call,
+ * so that its constants leave the registers to the loops around it. */
+static __attribute__((noinline)) void weigh(const attend_args *a, const attend_state *s,
+                                            uint32_t start, uint32_t head) {
+    const int is_q8 = a->kv_type == CFLOW_KV_Q8;
+    const uint8_t *scales = a->blocks[start / 32] + (size_t)a->head_dim * 64;
+    float *w = s->w + (size_t)head * 32;
+    vf x[POSITION_PARTS];
+    for (uint32_t i = 0; i < POSITION_PARTS; i++) {
+        x[i] = f_load(w + i * LANES) * f_set1(a->scale);
+        if (is_q8) x[i] = x[i] * f_of_f32(scales + i * LANES * 4);
+    }
+    if (a->first > start || a->end - start < 32) {
+        for (uint32_t i = 0; i < POSITION_PARTS; i++) f_store(w + i * LANES, x[i]);
+        for (uint32_t p = 0; p < 32; p++)
+            if (start + p < a->first || start + p >= a->end) w[p] = -INFINITY;
+        for (uint32_t i = 0; i < POSITION_PARTS; i++) x[i] = f_load(w + i * LANES);
+    }
+    const vf before = f_set1(s->m[head]);
+    vf most = before;
+    for (uint32_t i = 0; i < POSITION_PARTS; i++) most = f_max(x[i], most);
+    s->m[head] = f_reduce_max(most);
+    most = f_set1(s->m[head]);
+    for (uint32_t i = 0; i < POSITION_PARTS; i++) {
+        x[i] = f_exp(x[i] - most);
+        vf weight = x[i];
+        if (is_q8) weight = weight * f_of_f32(scales + 128 + i * LANES * 4);
+        f_store(w + i * LANES, weight);
+    }
+    s->c[head] = f_first(f_exp(before - most));
+    for (uint32_t i = 0; i < PARTS; i++) x[i] = x[i] + x[i + PARTS];
+    s->l[head] = fmaf(s->l[head], s->c[head], fold16(x));
+}
+
+/* `parts` vectors of dimensions from d on: as many sums that wait for nothing but themselves. */
 static INLINE void add_dimensions(const attend_args *a, const attend_state *s, uint32_t start,
-                                  uint32_t head, const uint32_t n, size_t d, const uint32_t parts,
+                                  pass turn, const uint32_t n, size_t d, const uint32_t parts,
                                   cflow_kv_type type) {
-    const size_t head_dim = a->head_dim, v_at = head_dim * 32 * kv_bytes(type);
-    const uint8_t *v = a->blocks[start / 32] + v_at, *next = next_block(a, start) + v_at;
+    const size_t head_dim = a->head_dim, bytes = kv_bytes(type);
+    const size_t step = parts * LANES * bytes / turn.n;
+    const uint8_t *v = a->blocks[start / 32] + head_dim * 32 * bytes;
+    const uint8_t *ahead =
+        half_ahead(a, start, 1, type) + (head_dim * turn.index / turn.n + d / turn.n) * 32 * bytes;
     const uint32_t low = a->first > start ? a->first - start : 0;
     const uint32_t high = a->end - start < 32 ? a->end - start : 32;
-    const float *w = s->w + (size_t)head * 32;
-    float *o = s->o + head * s->o_stride + d;
+    const float *w = s->w + (size_t)turn.head * 32;
+    float *o = s->o + turn.head * s->o_stride + d;
     vf sum[HEADS][VALUE_PARTS];
     for (uint32_t h = 0; h < n; h++)
-        for (uint32_t i = 0; i < parts; i++) sum[h][i] = f_load(o + h * s->o_stride + i * LANES);
+        for (uint32_t i = 0; i < parts; i++)
+            sum[h][i] = f_load(o + h * s->o_stride + i * LANES) * f_set1(s->c[turn.head + h]);
     for (size_t p = low; p < high; p++) {
-        if (head == 0)
-            fetch(next, parts * LANES * kv_bytes(type), (p * head_dim + d) * kv_bytes(type));
+        vf weight[HEADS];
+        fetch(ahead, parts * LANES * bytes, p * step);
+        for (uint32_t h = 0; h < n; h++) weight[h] = f_set1(w[h * 32 + p]);
         for (uint32_t i = 0; i < parts; i++) {
             const size_t at = d + i * LANES;
             const vf value = parts > 1 ? load_kv(v, p * head_dim + at, type)
                                        : load_kv_n(v, p * head_dim + at, head_dim - at, type);
-            for (uint32_t h = 0; h < n; h++)
-                sum[h][i] = f_fma(f_set1(w[h * 32 + p]), value, sum[h][i]);
+            for (uint32_t h = 0; h < n; h++) sum[h][i] = f_fma(weight[h], value, sum[h][i]);
         }
     }
     for (uint32_t h = 0; h < n; h++)
@@ -132,37 +136,51 @@ static INLINE void add_dimensions(const attend_args *a, const attend_state *s, u
 }
 
 static INLINE void add_values(const attend_args *a, const attend_state *s, uint32_t start,
-                              uint32_t head, const uint32_t n, cflow_kv_type type) {
+                              pass turn, const uint32_t n, cflow_kv_type type) {
     size_t d = 0;
     for (; d + VALUE_PARTS * LANES <= a->head_dim; d += VALUE_PARTS * LANES)
-        add_dimensions(a, s, start, head, n, d, VALUE_PARTS, type);
-    for (; d < a->head_dim; d += LANES) add_dimensions(a, s, start, head, n, d, 1, type);
+        add_dimensions(a, s, start, turn, n, d, VALUE_PARTS, type);
+    for (; d < a->head_dim; d += LANES) add_dimensions(a, s, start, turn, n, d, 1, type);
 }
 
 static INLINE void attend_heads(const attend_args *a, const attend_state *s, uint32_t start,
-                                uint32_t head, const uint32_t n, cflow_kv_type type) {
-    score_heads(a, s, start, head, n, type);
-    add_values(a, s, start, head, n, type);
+                                pass turn, const uint32_t n, int at_values, cflow_kv_type type) {
+    if (at_values)
+        add_values(a, s, start, turn, n, type);
+    else
+        score_heads(a, s, start, turn, n, type);
 }
 
-/* All heads meet a block while the first-level cache holds it. */
+/* All heads meet half a block while the first-level cache holds it, in passes of about as many. */
+static INLINE void attend_half(const attend_args *a, const attend_state *s, uint32_t start,
+                               int at_values, cflow_kv_type type) {
+    pass turn = {.n = (a->n_heads + HEADS - 1) / HEADS};
+    for (uint32_t n; turn.index < turn.n; turn.index++, turn.head += n) {
+        n = (a->n_heads + turn.index) / turn.n;
+        if (HEADS > 3 && n == 4) attend_heads(a, s, start, turn, 4, at_values, type);
+        if (HEADS > 2 && n == 3) attend_heads(a, s, start, turn, 3, at_values, type);
+        if (HEADS > 1 && n == 2) attend_heads(a, s, start, turn, 2, at_values, type);
+        if (n == 1) attend_heads(a, s, start, turn, 1, at_values, type);
+    }
+}
+
 static INLINE void attend_all(const attend_args *a, const attend_state *s, cflow_kv_type type) {
     for (uint32_t start = a->first / 32 * 32; start < a->end; start += 32) {
-        uint32_t head = 0;
-        for (; head + HEADS <= a->n_heads; head += HEADS)
-            attend_heads(a, s, start, head, HEADS, type);
-        const uint32_t rest = a->n_heads - head;
-        if (HEADS > 3 && rest == 3) attend_heads(a, s, start, head, 3, type);
-        if (HEADS > 2 && rest == 2) attend_heads(a, s, start, head, 2, type);
-        if (HEADS > 1 && rest == 1) attend_heads(a, s, start, head, 1, type);
+        attend_half(a, s, start, 0, type);
+        for (uint32_t head = 0; head < a->n_heads; head++) weigh(a, s, start, head);
+        attend_half(a, s, start, 1, type);
     }
 }
 
 static void attend(const attend_args *a) {
     const size_t n_heads = a->n_heads, stride = ((size_t)a->head_dim + LANES - 1) / LANES * LANES;
     float *w = a->scratch + n_heads * stride;
-    const attend_state s = {
-        .o = a->scratch, .w = w, .m = w + n_heads * 32, .l = w + n_heads * 33, .o_stride = stride};
+    const attend_state s = {.o = a->scratch,
+                            .w = w,
+                            .m = w + n_heads * 32,
+                            .l = w + n_heads * 33,
+                            .c = w + n_heads * 34,
+                            .o_stride = stride};
     memset(s.o, 0, n_heads * stride * sizeof *s.o);
     for (size_t h = 0; h < n_heads; h++) s.m[h] = -INFINITY, s.l[h] = 0;
     if (a->kv_type == CFLOW_KV_F16) attend_all(a, &s, CFLOW_KV_F16);
