@@ -575,6 +575,7 @@ def overlap_text(found: Overlap) -> str:
             f"{cell.routing}, {cell.experts}",
             str(cell.threads),
             f"{cell.slots} of {cell.records}",
+            f"{cell.read_rate / 1e9:.2f}",
             f"{cell.misses:.1f}",
             f"{cell.c:.1f}",
             f"{cell.io:.1f}",
@@ -586,13 +587,22 @@ def overlap_text(found: Overlap) -> str:
         )
         for cell in found.cells
     ]
-    head = ("routing, experts", "threads", "in memory", "misses", "C", "IO", *OVERLAP_ARMS.values())
+    head = (
+        "routing, experts",
+        "threads",
+        "in memory",
+        "GB/s",
+        "misses",
+        "C",
+        "IO",
+        *OVERLAP_ARMS.values(),
+    )
     head += ("net, layer", "net, delay", "law", "recursion")
     return f"""\
 {found.machine}, {found.date}. One stream, milliseconds a token, medians over {len(found.cells[0].compute_ms)} tokens \
 or more, which the arms take in turn; every arm gave the same tokens and the same bits of all logits as with all experts in \
-memory, or the command would have failed. One reader, direct reads bounded to \
-{found.read_rate / 1e9:.2f} GB/s. "uniform" and "Zipf-like": a random model of {found.n_layers} layers, \
+memory, or the command would have failed. One reader, direct reads, \
+bounded to so many GB/s. "uniform" and "Zipf-like": a random model of {found.n_layers} layers, \
 experts two layers late, records of {found.record_bytes / 1e6:.2f} MB, fed uniform tokens, or Zipf-like \
 ones of which every other is one of the last four again. "real": the bundled model with its FFNs widened \
 by zeros, which changes no routing, telling a story. C: all experts in memory. IO: the same records in the \

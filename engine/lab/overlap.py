@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import random
 import statistics
 import tempfile
@@ -42,6 +43,7 @@ from cflow.engine.synth import synth
 RESULTS = "docs/results/overlap.json"
 RATE_PART = 0.95  # of what one reader gets: what the disk holds
 READS = 64  # to learn what a read costs beyond itself
+SLEEP_S = 3e-4  # to learn how late timers are; about what a bounded reader sleeps
 BATCH = 32  # records that are asked for together, to learn what one reader gets
 TRAFFIC = 4  # records that are asked for together beside compute
 PAUSE_S = 1.0  # between two tokens of an arm: the others' turns, longer than a reader's credit
@@ -66,13 +68,13 @@ class Widths:
 class Sizes:
     """How much is measured."""
 
-    random: Widths = Widths(2560, 9472, 192)
+    random: Widths = Widths(2560, 9472, 96)
     trained: Widths = Widths(128, 131072, 6144)  # of the bundled model, widened
     n_layers: int = 24
     n_experts: int = 32
-    top_k: int = 8
+    top_k: int = 16
     tokens: int = 8
-    rounds: int = 5
+    rounds: int = 8
     threads: tuple[int, ...] = ()  # none: 1, 2, 4, .. up to this machine's less one
 
     @property
@@ -93,6 +95,7 @@ class Cell(msgspec.Struct, frozen=True):
     routing: str
     threads: int
     experts: int  # a token and layer
+    read_rate: float  # the bound on reads, bytes a second
     slots: int
     records: int
     misses: float  # a token, in the arm of the delay
@@ -107,8 +110,9 @@ class Cell(msgspec.Struct, frozen=True):
         float  # what the disk takes for a token's records while the arm of the delay computes
     )
     read_ms: dict[str, tuple[float, ...]]  # of one record, by window and round
-    wake_ms: float  # until whoever waited for it runs on
-    compute_speed: tuple[float, ...]  # what compute keeps of its speed beside a read, by round
+    wake_ms: float  # until a sleeping reader begins, or whoever waited for it runs on
+    late_ms: float  # by which a timer wakes a reader that is held to a rate
+    compute_speed: float  # what compute keeps of its speed beside a read
     predicted_ms: dict[str, tuple[float, ...]]  # by window, then as the times
 
     @property
@@ -167,8 +171,7 @@ class Overlap(msgspec.Struct, frozen=True):
     machine: str
     date: str
     command: str
-    read_rate: float  # bytes a second, of the random model
-    record_bytes: int
+    record_bytes: int  # of the random model
     n_layers: int
     cells: Annotated[tuple[Cell, ...], msgspec.Meta(min_length=1)]
 
@@ -326,14 +329,21 @@ class _File:
         """Bytes a second of one reader that nobody bounds, less a little."""
         cache, records = (BATCH + 1) * self.bank.record_bytes, self.shuffled()
         with closing(Model(str(self.path), experts={"cache": cache, "threads": 1})) as model:
-            start = time.perf_counter()
+            self.read_all(model, records[-BATCH:])  # memory's first touch is slower than any disk
+            start, before = time.perf_counter(), _tier(model).warm_bytes
             for first in range(0, len(records), BATCH):
                 self.read_all(model, records[first : first + BATCH])
             seconds = time.perf_counter() - start
-        return RATE_PART * self.bank.record_bytes * len(self.places) / seconds
+            return RATE_PART * (_tier(model).warm_bytes - before) / seconds
 
     def close(self) -> None:
         self.model.close()
+
+
+def _tier(model: Model) -> TierStats:
+    if model.tier is None or not model.tier.direct_io:
+        raise LabError("this disk has no direct reads; take another folder")
+    return model.tier
 
 
 class _Watch(threading.Thread):
@@ -378,12 +388,13 @@ class _Tiers:
 
     def __init__(self, file: _File, slots: int, rate: float, threads: int) -> None:
         self._file = file
-        self._rate = rate
+        self.rate = rate
         self._open = ExitStack()
         self.models = {window: self._model(window, slots, threads) for window in WINDOWS}
         self.models |= {arm: self._model("none", slots, threads) for arm in ("io", "beside")}
         self.slots = self.stats("delay").n_slots
         self.wake_s = self._wake_s()
+        self.late_s = late_s()
 
     def _model(self, window: str, slots: int, threads: int) -> Model:
         model = Model(
@@ -392,7 +403,7 @@ class _Tiers:
             experts={
                 "cache": slots * self._file.bank.record_bytes,
                 "threads": 1,
-                "bytes_per_s": self._rate,
+                "bytes_per_s": self.rate,
                 "speculate": False,
                 "window": window,
             },
@@ -400,14 +411,11 @@ class _Tiers:
         return self._open.enter_context(closing(model))
 
     def stats(self, arm: str) -> TierStats:
-        tier = self.models[arm].tier
-        if tier is None or not tier.direct_io:
-            raise LabError(f"{self._file.path}: this disk has no direct reads; take another folder")
-        return tier
+        return _tier(self.models[arm])
 
     @property
     def interval_s(self) -> float:
-        return self._file.bank.record_bytes / self._rate
+        return self._file.bank.record_bytes / self.rate
 
     def read_all(self, token: Sequence[Sequence[int]]) -> float:
         """In seconds, with nothing computed; a layer's records are asked for together."""
@@ -417,14 +425,14 @@ class _Tiers:
         return time.perf_counter() - start
 
     def _wake_s(self) -> float:
-        """From a read's end until its asker runs on, with the time until the reader begins it."""
+        """Until a sleeping reader begins, and from a read's end until its asker runs on: half of both."""
         times, before = [], self.stats("io")
         for record in self._file.shuffled()[:READS]:
             time.sleep(2 * self.interval_s)  # a bounded reader starts at once
             start = time.perf_counter()
             self._file.read(self.models["io"], record)
             times.append(time.perf_counter() - start)
-        return max(statistics.fmean(times) - _mean_read_s(before, self.stats("io")), 0.0)
+        return max(statistics.fmean(times) - mean_read_s(before, self.stats("io")), 0.0) / 2
 
     def traffic(self) -> _Traffic:
         return _Traffic(self._file, self.models["beside"])
@@ -433,8 +441,30 @@ class _Tiers:
         self._open.close()
 
 
-def _mean_read_s(before: TierStats, after: TierStats) -> float:
+def late_s() -> float:
+    """By which a timer of this machine wakes a thread too late."""
+    late = []
+    for _ in range(READS):
+        start = time.perf_counter()
+        time.sleep(SLEEP_S)
+        late.append(time.perf_counter() - start - SLEEP_S)
+    return statistics.median(late)
+
+
+def mean_read_s(before: TierStats, after: TierStats) -> float:
     return (after.read_ns - before.read_ns) / 1e9 / max(after.reads - before.reads, 1)
+
+
+def read_seconds(before: TierStats, after: TierStats) -> tuple[float, ...]:
+    """Of each read between the two, in an order of chance: from the histogram, whose classes double,
+    and the mean. A few slow reads make a window too short that the mean fits into."""
+    taken = [
+        2.0**i
+        for i, (old, new) in enumerate(zip(before.latencies, after.latencies, strict=True))
+        for _ in range(new - old)
+    ]
+    unit = mean_read_s(before, after) * len(taken) / sum(taken)
+    return tuple(unit * seconds for seconds in random.Random(4).sample(taken, len(taken)))
 
 
 class _Traffic:
@@ -474,12 +504,12 @@ def compute_speed(alone_s: float, beside_s: float, reading: float) -> float:
 
 @dataclass(frozen=True)
 class _Round:
-    """seconds: of each arm's tokens. read_s: of one record, by window. compute_speed: what compute
-    keeps of its speed beside a read."""
+    """seconds: of each arm's tokens. read_s: of its records, by window. reading: part of the time of
+    the arm `beside` in which a read was under way."""
 
     seconds: dict[str, tuple[float, ...]]
-    read_s: dict[str, float]
-    compute_speed: float
+    read_s: dict[str, tuple[float, ...]]
+    reading: float
 
 
 @dataclass
@@ -512,19 +542,28 @@ class _Cell:
         report(rounds)
         n = len(case.tokens) * rounds
         n_reads, reading_s = after.reads - before.reads, (after.read_ns - before.read_ns) / 1e9
-        predicted = {w: [self._predict(stages, one, trace, w) for one in found] for w in WINDOWS}
+        alone_s, beside_s = (
+            statistics.median(s for one in found for s in one.seconds[arm])
+            for arm in ("compute", "beside")
+        )
+        speed = compute_speed(alone_s, beside_s, statistics.fmean(one.reading for one in found))
+        predicted = {
+            w: [self._predict(stages, one, speed, trace, w) for one in found] for w in WINDOWS
+        }
         return Cell(
             routing=case.routing,
             threads=case.threads,
             experts=case.chosen,
+            read_rate=tiers.rate,
             slots=tiers.slots,
             records=self.file.bank.n_records,
             misses=(after.misses - before.misses) / n,
             hits=(after.hits - before.hits) / n,
             io_eff_ms=1e3 * max(reading_s, n_reads * tiers.interval_s) / n,
-            read_ms={w: _ms([one.read_s[w] for one in found]) for w in WINDOWS},
+            read_ms={w: _ms([statistics.fmean(one.read_s[w]) for one in found]) for w in WINDOWS},
             wake_ms=1e3 * tiers.wake_s,
-            compute_speed=tuple(one.compute_speed for one in found),
+            late_ms=1e3 * tiers.late_s,
+            compute_speed=speed,
             predicted_ms={w: _ms(*times) for w, times in predicted.items()},
             **{f"{arm}_ms": _ms(*(one.seconds[arm] for one in found)) for arm in ALL_ARMS},
         )
@@ -534,24 +573,20 @@ class _Cell:
         tiers, traffic = self.tiers, self.tiers.traffic()
         streams = {arm: _tokens(context, self.case) for arm, context in contexts.items()}
         passes, io_s = dict[str, Pass](), list[float]()
-        read_s = {window: list[float]() for window in WINDOWS}
-        before = tiers.stats("beside")
+        before = {arm: tiers.stats(arm) for arm in ("beside", *WINDOWS)}
         for token in trace:
             io_s.append(tiers.read_all(token))
             with traffic:
                 passes["beside"] = next(streams["beside"])
             passes["compute"] = next(streams["compute"])
             for window in WINDOWS:
-                began = tiers.stats(window)
                 passes[window] = next(streams[window])
-                read_s[window].append(_mean_read_s(began, tiers.stats(window)))
         for arm, one in passes.items():
             self._same(arm, one, want)
         seconds = {arm: one.seconds for arm, one in passes.items()} | {"io": tuple(io_s)}
-        reading = (tiers.stats("beside").read_ns - before.read_ns) / 1e9 / traffic.seconds
-        alone_s, beside_s = (statistics.median(seconds[arm]) for arm in ("compute", "beside"))
-        speed = compute_speed(alone_s, beside_s, reading)
-        return _Round(seconds, {w: statistics.median(read_s[w]) for w in WINDOWS}, speed)
+        reading_ns = tiers.stats("beside").read_ns - before["beside"].read_ns
+        read_s = {w: read_seconds(before[w], tiers.stats(w)) for w in WINDOWS}
+        return _Round(seconds, read_s, reading_ns / 1e9 / traffic.seconds)
 
     def _same(self, arm: str, one: Pass, want: Pass) -> None:
         if one.choices != want.choices or one.crc != want.crc:
@@ -560,7 +595,7 @@ class _Cell:
             )
 
     def _predict(
-        self, stages: Sequence[float], one: _Round, trace: Trace, window: str
+        self, stages: Sequence[float], one: _Round, speed: float, trace: Trace, window: str
     ) -> tuple[float, ...]:
         """Seconds of each token. The watched stages, as long together as compute was in this round. The
         second time: as here, the first has filled the cache."""
@@ -569,7 +604,13 @@ class _Cell:
         top_k = max(layer.top_k for layer in self.file.layers)
         whole = plan_step(self.file.ops, each, rest, top_k, self.case.chosen)
         tiers = self.tiers
-        disk = Disk(tiers.interval_s, one.read_s[window], tiers.wake_s, one.compute_speed)
+        disk = Disk(
+            interval_s=tiers.interval_s,
+            read_s=one.read_s[window],
+            wake_s=tiers.wake_s,
+            late_s=tiers.late_s,
+            compute_speed=speed,
+        )
         plan = Schedule(whole, disk, tiers.slots, window)
         plan.token_seconds(trace, PAUSE_S)
         return tuple(plan.token_seconds(trace, PAUSE_S))
@@ -602,7 +643,6 @@ def measure(
         machine=here,
         date=date.today().isoformat(),
         command="cflow lab overlap",
-        read_rate=bench.rates["random"],
         record_bytes=bench.record_bytes,
         n_layers=sizes.n_layers,
         cells=tuple(cells),
@@ -613,9 +653,8 @@ class _Bench:
     def __init__(self, folder: Path, sizes: Sizes, rate: float | None, report: Report) -> None:
         self._folder = folder
         self._sizes = sizes
-        self._rate = rate
+        self._asked_rate = rate
         self._report = report
-        self.rates: dict[str, float] = {}
         self.record_bytes = 0
 
     def random_cells(self) -> list[Cell]:
@@ -633,66 +672,61 @@ class _Bench:
             )
         )
         synth(str(shape), path, progress=partial(self._report, "synth"))
-        with closing(self._file("random", path)) as file:
+        with closing(self._file(path)) as file:
             self.record_bytes = file.bank.record_bytes
-            n_tokens = file.model.header.n_tokens
-            uniform = Case("uniform", uniform_tokens(n_tokens, sizes.tokens), 1, sizes.top_k)
-            cases = [
-                replace(uniform, threads=threads, chosen=chosen)
-                for threads in sizes.thread_counts
-                for chosen in self._chosen(file, replace(uniform, threads=threads))
-            ]
-            cells = self._cells(file, file.least_slots, cases)
+            n_tokens, cells = file.model.header.n_tokens, list[Cell]()
+            tokens = uniform_tokens(n_tokens, sizes.tokens)
+            for threads in sizes.thread_counts:
+                most, rate = Case("uniform", tokens, threads, sizes.top_k), self._rate(file)
+                for case in (self._level(file, most, rate), most):
+                    cells.append(self._cell(file, file.least_slots, case, rate))
             tokens = local_tokens(n_tokens, 2 * sizes.tokens)
-            most = max(case.chosen for case in cases if case.threads == cases[0].threads)
-            local = Case("Zipf-like", tokens, cases[0].threads, most)
+            local = Case("Zipf-like", tokens, sizes.thread_counts[0], sizes.top_k)
             for share in (4, 2):
-                cells += self._cells(file, file.bank.n_records // share, [local])
+                slots = file.bank.n_records // share
+                cells.append(self._cell(file, slots, local, self._rate(file)))
         path.unlink()
         return cells
 
-    def _chosen(self, file: _File, case: Case) -> list[int]:
-        """How many experts make the reads last about as long as compute, and all. At least two, so that
-        no record of a token is still there for the next."""
-        with closing(_open_context(file.model, case)) as context:
+    def _level(self, file: _File, most: Case, rate: float) -> Case:
+        """With so many experts that reads take as long as compute, or just longer. At least two, so
+        that no record of a token is still there for the next."""
+        with closing(_open_context(file.model, most)) as context:
             compute_s = statistics.median(
-                s for _ in range(4) for s in _decode(context, case).seconds
+                s for _ in range(4) for s in _decode(context, most).seconds
             )
-        interval_s = self.record_bytes / self.rates["random"]
-        best = compute_s / self._sizes.n_layers / interval_s
-        near = (min(max(n, 2), case.chosen) for n in (math.floor(best), math.ceil(best)))
-        return sorted({*near, case.chosen})
+        chosen = math.ceil(compute_s / self._sizes.n_layers * rate / file.bank.record_bytes)
+        return replace(most, chosen=min(max(chosen, 2), most.chosen))
 
     def trained_cells(self) -> list[Cell]:
         sizes, path = self._sizes, self._folder / "trained.cflow"
         self._report("widen", 0, 1)
         widen(BUNDLED_FILE, path, sizes.trained.d_ff, sizes.trained.d_expert)
         self._report("widen", 1, 1)
-        with closing(self._file("trained", path)) as file:
+        with closing(self._file(path)) as file:
             tokens = story(file.model, 4 * sizes.tokens)
             case = Case("real", tokens, sizes.thread_counts[0], file.layers[0].top_k)
-            n = file.bank.n_records
             cells = [
-                c for slots in (file.least_slots, n // 2) for c in self._cells(file, slots, [case])
+                self._cell(file, slots, case, self._rate(file))
+                for slots in (file.least_slots, file.bank.n_records // 2)
             ]
         path.unlink()
         return cells
 
-    def _file(self, name: str, path: Path) -> _File:
-        file = _File(path, self._sizes.thread_counts[-1])
-        self.rates[name] = self._rate or file.held_rate()
-        return file
+    def _file(self, path: Path) -> _File:
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())  # or the disk would still be writing it while it is measured
+        return _File(path, self._sizes.thread_counts[-1])
 
-    def _cells(self, file: _File, slots: int, cases: Sequence[Case]) -> list[Cell]:
-        rate = self.rates[file.path.stem]
-        with closing(_Tiers(file, slots, rate, self._sizes.thread_counts[-1])) as tiers:
-            return [self._cell(file, tiers, case) for case in cases]
+    def _rate(self, file: _File) -> float:
+        return self._asked_rate or file.held_rate()
 
-    def _cell(self, file: _File, tiers: _Tiers, case: Case) -> Cell:
+    def _cell(self, file: _File, slots: int, case: Case, rate: float) -> Cell:
         rounds, name = self._sizes.rounds, _name(case)
-        return _Cell(file, tiers, case).measure(
-            rounds, lambda done: self._report(name, done, rounds)
-        )
+        with closing(_Tiers(file, slots, rate, case.threads)) as tiers:
+            return _Cell(file, tiers, case).measure(
+                rounds, lambda done: self._report(name, done, rounds)
+            )
 
 
 def _name(case: Case) -> str:

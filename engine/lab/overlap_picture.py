@@ -35,7 +35,7 @@ def draw(found: Overlap, picture: Path) -> None:
         axes.grid(alpha=0.3, axis="x")
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=3, fontsize="small")
     right.set_xlim(left=0.8)
-    figure.suptitle(f"{found.machine}, {found.date}, {found.read_rate / 1e9:.2f} GB/s", fontsize=9)
+    figure.suptitle(f"{found.machine}, {found.date}", fontsize=9)
     figure.savefig(picture, dpi=100)
     pyplot.close(figure)
 
@@ -43,7 +43,7 @@ def draw(found: Overlap, picture: Path) -> None:
 def _name(cell: Cell) -> str:
     return (
         f"{cell.routing}, {cell.experts} experts\n"
-        f"{cell.threads} threads, {cell.slots} of {cell.records} slots"
+        f"{cell.threads} threads, {cell.slots} of {cell.records} slots, {cell.read_rate / 1e9:.2f} GB/s"
     )
 
 

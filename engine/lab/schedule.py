@@ -7,8 +7,9 @@ tier.h have it. What goes in was measured apart: seconds of ops and of a read. N
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from cflow.engine.lab.errors import LabError
@@ -53,13 +54,16 @@ class Step:
 
 @dataclass(frozen=True)
 class Disk:
-    """interval_s: at least, between the beginnings of two reads. read_s: of a record. wake_s: to wake
-    the reader and whoever waits for it. compute_speed: what compute keeps of its speed beside a read,
-    since they share memory, and cores where there are too few."""
+    """interval_s: at least, between the beginnings of two reads. read_s: of
+    records, one after the other, and again. wake_s: to wake
+    the reader, or whoever waits for it. late_s: by which a timer wakes the reader too late.
+    compute_speed: what compute keeps of its speed beside a read, since they share memory, and cores
+    where there are too few."""
 
     interval_s: float
-    read_s: float
+    read_s: Sequence[float]
     wake_s: float = 0.0
+    late_s: float = 0.0
     compute_speed: float = 1.0
 
 
@@ -118,11 +122,17 @@ class Cache:
     now: float = 0.0
     n_reads: int = 0
     _paced: float = 0.0  # no read begins before
+    _reads: Iterator[float] = field(init=False)
     _queue: list[int] = field(default_factory=list)
     _loading: int | None = None
     _left: float = 0.0  # of its read
+    _ended: float = -math.inf  # the last read
+    _begins: float | None = None  # the next one; None: the reader has nothing to do yet
     _used: dict[int, None] = field(default_factory=dict)  # resident, the least recently used first
     _needed: set[int] = field(default_factory=set)  # demanded or pinned: these stay
+
+    def __post_init__(self) -> None:
+        self._reads = itertools.cycle(self.disk.read_s)
 
     def demand(self, records: Iterable[int]) -> None:
         for record in records:
@@ -185,7 +195,13 @@ class Cache:
         """Seconds until the read under way ends or the next can begin; inf: neither."""
         if self._loading is not None:
             return self._left
-        return max(self._paced - self.now, 0.0) if self._queue and self._has_room() else math.inf
+        if not self._queue or not self._has_room():
+            return math.inf
+        if self._begins is None:
+            awake = self.now if self.now <= self._ended else self.now + self.disk.wake_s
+            is_paced = self._paced > awake
+            self._begins = self._paced + self.disk.late_s if is_paced else awake
+        return max(self._begins - self.now, 0.0)
 
     def _pass(self, seconds: float) -> None:
         self.now += seconds
@@ -194,7 +210,7 @@ class Cache:
         self._left -= seconds
         if self._left <= NOTHING_S:
             self._used[self._loading] = None
-            self._loading = None
+            self._loading, self._ended = None, self.now
 
     def _begin_read(self, waited: Sequence[int]) -> None:
         """If one can begin now; what is waited for comes first."""
@@ -204,7 +220,7 @@ class Cache:
         self._queue.remove(record)
         if len(self._used) >= self.n_slots and (victim := self._victim()) is not None:
             del self._used[victim]
-        self._loading, self._left = record, self.disk.read_s
+        self._loading, self._left, self._begins = record, next(self._reads), None
         self._paced = max(self._paced, self.now - CREDIT_S) + self.disk.interval_s
         self.n_reads += 1
 

@@ -114,7 +114,7 @@ def overlap(
     """Measure what a delay of experts is worth when they come from disk, from the root of a checkout.
 
     Writes docs/results/overlap.json and overlap.png. Takes 12 GB of memory, 3 GB of disk in build/
-    and eight minutes of a machine that has nothing else to do."""
+    and ten minutes of a machine that has nothing else to do."""
     try:
         rate = read_limit(read_rate) if read_rate else None
     except ValueError as error:

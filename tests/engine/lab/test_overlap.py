@@ -4,8 +4,9 @@ import re
 import subprocess
 import sys
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -19,7 +20,7 @@ from cflow.engine.lab.overlap import Case, Cell, Overlap, Sizes, Widths
 from cflow.engine.lab.overlap_picture import draw
 from cflow.engine.lab.schedule import Cache, Disk, Schedule, Stage, Step, plan_step
 from cflow.engine.lab.widen import widen
-from cflow.engine.native import Model
+from cflow.engine.native import Model, TierStats, const
 from cflow.engine.synth import synth, synth_header
 from cflow.server.commands.lab import _cell_rows
 
@@ -27,6 +28,7 @@ SMALL = Sizes(
     random=Widths(64, 128, 32),
     trained=Widths(128, 1024, 256),
     n_layers=16,
+    top_k=8,
     tokens=3,
     rounds=2,
     threads=(1,),
@@ -67,7 +69,7 @@ TRACE = [[[10, 11], [20]]]
     ],
 )
 def test_schedule_by_hand(window: str, seconds: float) -> None:
-    plan = Schedule(STEP, Disk(interval_s=3.0, read_s=3.0), n_slots=3, window=window)
+    plan = Schedule(STEP, Disk(interval_s=3.0, read_s=[3.0]), n_slots=3, window=window)
     assert sum(plan.token_seconds(TRACE)) == pytest.approx(seconds)
     assert plan.cache.n_reads == 3
 
@@ -76,7 +78,7 @@ def test_pauses_do_not_count_but_the_reader_rests() -> None:
     """A reader that owes time when a token ends has paid it when the next begins."""
     step = Step((Stage(1.0, routed=(0,)), Stage(0.0, starts=(0,)), Stage(0.0, ends=(0,))), 0, 0, 0)
     trace = [[[1]], [[2]]]
-    paced = Disk(interval_s=3.0, read_s=0.5)
+    paced = Disk(interval_s=3.0, read_s=[0.5])
     # Reads at 0 and, 3 s after, at 3; the second token begins at 1, or at 2 behind a pause.
     together = Schedule(step, paced, 1, "delay").token_seconds(trace)
     assert together == pytest.approx([1, 2.5])
@@ -84,7 +86,7 @@ def test_pauses_do_not_count_but_the_reader_rests() -> None:
 
 
 def test_all_in_memory_takes_what_the_stages_take() -> None:
-    plan = Schedule(STEP, Disk(3.0, 3.0), n_slots=3, window="none")
+    plan = Schedule(STEP, Disk(3.0, [3.0]), n_slots=3, window="none")
     plan.token_seconds(TRACE)
     assert sum(plan.token_seconds(TRACE)) == pytest.approx(1 + 2 + 1 + 3 * 0.75 + 1)
     assert plan.cache.n_reads == 3
@@ -97,25 +99,49 @@ def test_compute_is_slower_beside_reads_and_waking_takes_time() -> None:
         0,
         0,
     )
-    slowed = Disk(1.0, 1.0, compute_speed=0.5)
+    slowed = Disk(1.0, [1.0], compute_speed=0.5)
     beside = Schedule(step, slowed, n_slots=3, window="delay")
     # Two reads of a second each beside compute, which does half of that meanwhile.
     assert sum(beside.token_seconds([[[1, 2]]])) == pytest.approx(2 + 5 - 1)
-    woken = Schedule(step, Disk(1.0, 1.0, wake_s=0.25), n_slots=3, window="none")
-    assert sum(woken.token_seconds([[[1, 2]]])) == pytest.approx(5 + 2 + 0.25)
+    woken = Schedule(step, Disk(1.0, [1.0], wake_s=0.25), n_slots=3, window="none")
+    # The reader once, and whoever waited for the second read; for the first it waited meanwhile.
+    assert sum(woken.token_seconds([[[1, 2]]])) == pytest.approx(5 + 2 + 0.25 + 0.25)
 
 
-def test_a_bounded_disk_paces_the_beginnings() -> None:
-    cache = Cache(Disk(interval_s=2.0, read_s=0.5), n_slots=4)
+@pytest.mark.parametrize(("read_s", "late_s"), [([0.5], 0.0), ([0.5], 0.25), ([1.5, 0.5], 0.25)])
+def test_a_bounded_disk_paces_the_beginnings(read_s: list[float], late_s: float) -> None:
+    cache = Cache(Disk(interval_s=2.0, read_s=read_s, late_s=late_s), n_slots=4)
     cache.idle(10.0)
     cache.demand([1, 2])
     cache.wait([1])
+    assert cache.now == pytest.approx(10 + read_s[0])
     cache.wait([2])
-    assert cache.now == pytest.approx(12.5 - 1e-3)  # a record and a millisecond ahead
+    assert cache.now == pytest.approx(12 - 1e-3 + late_s + 0.5)  # a millisecond ahead
+
+
+def test_a_read_that_outlasts_the_interval_is_followed_at_once() -> None:
+    cache = Cache(Disk(interval_s=2.0, read_s=[3.0, 1.0], wake_s=0.5, late_s=0.25), n_slots=4)
+    cache.idle(10.0)
+    cache.demand([1, 2])
+    cache.wait([1, 2])
+    cache.wait([2])
+    assert cache.now == pytest.approx(10 + 0.5 + 3 + 1 + 0.5)  # no timer; the asker waits again
+
+
+def test_the_reads_of_a_histogram() -> None:
+    def counted(reads: int, read_ns: int, **classes: int) -> TierStats:
+        latencies = tuple(classes.get(f"c{i}", 0) for i in range(const.CFLOW_LATENCIES))
+        values: dict[str, Any] = {field.name: 0 for field in fields(TierStats)}
+        values |= {"reads": reads, "read_ns": read_ns, "latencies": latencies}
+        return TierStats(**values)
+
+    before = counted(2, 5_000_000, c3=2)
+    after = counted(6, 16_000_000, c3=5, c6=1)  # three, and one eight times as long: 11 ms
+    assert sorted(overlap.read_seconds(before, after)) == pytest.approx([1e-3] * 3 + [8e-3])
 
 
 def test_the_least_recently_used_gives_way() -> None:
-    cache = Cache(Disk(1.0, 1.0), n_slots=2)
+    cache = Cache(Disk(1.0, [1.0]), n_slots=2)
     for record, n_reads in ((1, 1), (2, 2), (1, 2), (3, 3), (1, 3), (2, 4)):
         cache.demand([record])
         cache.wait([record])
@@ -125,7 +151,7 @@ def test_the_least_recently_used_gives_way() -> None:
 
 def test_too_few_slots_are_refused() -> None:
     with pytest.raises(LabError, match="1 slots are too few"):
-        Schedule(STEP, Disk(1.0, 1.0), n_slots=1, window="none").token_seconds(TRACE)
+        Schedule(STEP, Disk(1.0, [1.0]), n_slots=1, window="none").token_seconds(TRACE)
 
 
 def shape(folder: Path, widths: Widths = SMALL.random, n_layers: int = 16) -> str:
@@ -234,7 +260,10 @@ def test_the_schedule_reads_what_the_engine_reads(tmp_path: Path) -> None:
         trace = file.trace(case)
         n_stages = file.model.plan.n_stages
         plan = Schedule(
-            plan_step(file.ops, [1e-3] * n_stages, 0.0, 2, 2), Disk(1e-3, 1e-3), tiers.slots, "none"
+            plan_step(file.ops, [1e-3] * n_stages, 0.0, 2, 2),
+            Disk(1e-3, [1e-3]),
+            tiers.slots,
+            "none",
         )
         before = tiers.stats("none").reads
         with closing(overlap._open_context(tiers.models["none"], case)) as context:
@@ -294,6 +323,7 @@ def cell(**fields: object) -> Cell:
         "routing": "uniform",
         "threads": 1,
         "experts": 2,
+        "read_rate": 1e9,
         "slots": 25,
         "records": 768,
         "misses": 48.0,
@@ -307,7 +337,8 @@ def cell(**fields: object) -> Cell:
         "io_eff_ms": 47.5,
         "read_ms": {window: (0.4,) * 3 for window in ("none", "layer", "delay")},
         "wake_ms": 0.05,
-        "compute_speed": (1.0,) * 3,
+        "late_ms": 0.1,
+        "compute_speed": 1.0,
         "predicted_ms": {
             "none": (90.0, 100.0, 110.0),
             "layer": (85.0,) * 3,
@@ -318,7 +349,7 @@ def cell(**fields: object) -> Cell:
 
 
 def results_of(*cells: Cell) -> Overlap:
-    return Overlap("a disk", "2026-11-29", "x", 1e9, 829440, 24, cells)
+    return Overlap("a disk", "2026-11-29", "x", 829440, 24, cells)
 
 
 def test_figures_of_a_cell_by_hand() -> None:
@@ -343,7 +374,10 @@ def test_the_row_says_what_the_figures_do() -> None:
         "the gain holds; the law does not hold within 1 %; the schedule"
     )
     assert claim.machine == "a disk"
-    assert "| uniform, 2 | 1 | 25 of 768 | 48.0 | 50.0 | 45.0 | 99.0 | 90.0 | 55.0 |" in claim.text
+    assert (
+        "| uniform, 2 | 1 | 25 of 768 | 1.00 | 48.0 | 50.0 | 45.0 | 99.0 | 90.0 | 55.0 |"
+        in claim.text
+    )
     slow = results_of(cell(delay_ms=(60.0, 66.0, 72.0)))
     assert claims.overlap_claim(slow).verdict.startswith("less than 1.75x")
     assert claims.overlap_claim(results_of(cell(hits=1.0))).ours.startswith("no cell with C and IO")
