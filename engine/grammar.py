@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
@@ -167,7 +169,10 @@ class GrammarChecker:
     end's time or life."""
 
     def __init__(self, model: str | Path) -> None:
-        self._jail = Jail("cflow.engine.grammar_checker", str(model).encode())
+        """The model's file stays open: another may take its name before the process starts."""
+        fd = os.open(model, os.O_RDONLY)
+        self._close_file = weakref.finalize(self, os.close, fd)
+        self._jail = Jail("cflow.engine.grammar_checker", f"/proc/self/fd/{fd}".encode(), (fd,))
         self._pool = ThreadPoolExecutor(1, "grammar")
         self._look = lru_cache(_KNOWN)(self._ask)
 
@@ -191,4 +196,5 @@ class GrammarChecker:
 
     def close(self) -> None:
         self._jail.close()
+        self._close_file()
         self._pool.shutdown(wait=False)

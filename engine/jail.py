@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import IO, Any, BinaryIO
 
 MEMORY_BYTES = 512 << 20  # of address space beyond what the process starts with
@@ -25,7 +25,9 @@ class Jail:
     """The process, started at the first use and again after a job has cost it its life. Any thread
     may call; one job at a time gets through."""
 
-    def __init__(self, module: str, first: bytes) -> None:
+    def __init__(self, module: str, first: bytes, files: Sequence[int] = ()) -> None:
+        """files: descriptors that the process has too, under the same numbers."""
+        self._files = files
         self._command = (sys.executable, "-P", "-m", module)
         self._first = first
         self._lock = threading.Lock()
@@ -54,7 +56,9 @@ class Jail:
         process = self._process
         if process is None:
             pipe = subprocess.PIPE
-            process = self._process = subprocess.Popen(self._command, stdin=pipe, stdout=pipe)
+            process = self._process = subprocess.Popen(
+                self._command, stdin=pipe, stdout=pipe, pass_fds=self._files
+            )
             self._end = weakref.finalize(self, _end, process)
             assert process.stdin is not None
             write_frame(process.stdin, self._first)

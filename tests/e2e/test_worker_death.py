@@ -89,6 +89,8 @@ def test_a_file_replaced_meanwhile_is_not_asked_with_the_old_ones_tokens(tmp_pat
         before = server.complete("Once upon a time", max_tokens=8)["choices"]
         model.rename(kept)
         RandomModel([{}]).write(model)
+        formed = server.complete("x", max_tokens=8, guided_choice=["yes", "no"])
+        assert formed["choices"][0]["text"] in ("yes", "no")
         kill(server.workers()[0])
         assert wait_for(lambda: "m.cflow is no longer the file" in server.log)
         assert server.status("/health") == 503

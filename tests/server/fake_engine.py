@@ -7,6 +7,7 @@ prompt's bytes in upper case, one token a delta, then the end token.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,7 +67,7 @@ class QuickChecker(GrammarChecker):
     """Without a process around it."""
 
     def __init__(self) -> None:
-        super().__init__("")
+        super().__init__(os.devnull)
         self._vocabulary = Vocabulary(ByteTokenizer())  # type: ignore[arg-type]
 
     def _ask(self, grammar: str) -> str:
