@@ -5,7 +5,8 @@ Learned from finished steps: the time of one with decodes only, and what n prefi
 a + b n. With all weights in memory a is small, and rows are chosen to keep to the step's limit. A
 chunk that has to read experts from disk wants nearly all of them however small it is: a alone exceeds
 the limit. Then a chunk is made so large that its rows cost as much as it costs itself, and after it
-decodes go on alone for as long as it took. The line lags behind: rows cost more the further on in a
+decodes go on alone for as long as it took. A step without decodes delays only who comes meanwhile, and
+may take four times the limit. The line lags behind: rows cost more the further on in a
 prompt they are, and other work on the machine comes and goes. So chunks are planned as if they took
 longer than the line says by as much as the last ones did.
 
@@ -20,6 +21,7 @@ WEIGHT = 0.2  # of the newest measurement
 ROW_WEIGHT = 0.05  # the same, in what a row takes
 UNKNOWN_ROWS = 64  # a chunk beside decodes before anything was measured
 MIN_ROWS = 16  # prefill goes on, however slow
+LONE = 4.0  # limits that a step without decodes may take
 SPREAD = 0.1  # of sizes around their mean; with less they say nothing about the slope
 TRIAL_ROWS = 4  # added to try, or half as many as there are
 ENOUGH = 4.0  # steps that tell what a row takes
@@ -42,7 +44,7 @@ class Pace:
         """Rows for prefill in a step with n_decodes others."""
         room = self._max_rows - n_decodes
         if not n_decodes:
-            return room
+            return min(room, self._n_lone_rows())
         if self._owed_s > 0:
             return 0
         chunk = self._chunk
@@ -55,6 +57,14 @@ class Pace:
             seconds = self._max_step_s / self._excess - self._decode_s - chunk.fixed
             room = min(room, int(2 * chunk.x))  # farther off the line is a guess
         return min(room, max(int(seconds / chunk.slope), MIN_ROWS))
+
+    def _n_lone_rows(self) -> int:
+        """Of a step without decodes; all where much of what one takes does not hang on its rows."""
+        most_s, chunk = LONE * self._max_step_s, self._chunk
+        left_s = most_s - self._decode_s - chunk.fixed
+        if not chunk.slope or left_s < most_s / 2:
+            return self._max_rows
+        return max(int(left_s / chunk.slope), MIN_ROWS)
 
     def row_price(self, n_rows: int) -> float:
         """What one more row takes of the time of a step with n_rows of decodes."""

@@ -16,8 +16,24 @@ def measured(*, decode_s: float, row_s: float, max_step_s: float = 0.25) -> Pace
     return pace
 
 
-def test_alone_prefill_has_the_whole_step() -> None:
-    assert measured(decode_s=0.1, row_s=0.01).n_prefill_rows(0) == 512
+def test_alone_prefill_has_the_whole_step_or_four_times_the_limit() -> None:
+    """Who comes during a step waits for its end."""
+    assert measured(decode_s=0.1, row_s=0.001).n_prefill_rows(0) == 512
+    assert abs(measured(decode_s=0.1, row_s=0.01).n_prefill_rows(0) - 90) <= 1
+    assert Pace(0.25, 512).n_prefill_rows(0) == 512
+
+
+@pytest.mark.parametrize("decode_s", [0.0, 0.8])
+def test_alone_what_costs_seconds_however_small_has_the_whole_step(decode_s: float) -> None:
+    """As experts, or layers, that come from disk do. One small step is how it is found out."""
+    pace = Pace(0.25, 512)
+    if decode_s:
+        pace.observe(1, 0, decode_s)
+    chunks = []
+    for _ in range(300):
+        chunks.append(pace.n_prefill_rows(0))
+        pace.observe(0, chunks[-1], 3 + 0.01 * chunks[-1])
+    assert sum(n < 512 for n in chunks) <= 1
 
 
 def test_beside_decodes_it_has_the_time_they_leave() -> None:
