@@ -68,6 +68,7 @@ typedef struct {
     atomic_uint phase;      /* the one running; n_phases: none */
     atomic_uint units_done; /* of the running phase */
     uint32_t n_units;
+    atomic_uint grain; /* units that a thread takes at a time, or a multiple */
     uint64_t began_ns; /* the running phase; 0: none runs */
     int cancelled;
 } step;
@@ -126,11 +127,14 @@ static inline void *ctx_scratch(const cflow_ctx *ctx, int thread) {
 static inline activations buffer_activations(const buffer *b) {
     return (activations){.f = b->f, .q = b->q, .scale = b->scale, .sum = b->sum, .ld = b->ld};
 }
+static inline uint32_t stripe_units(const matrix *w) {
+    return w->stripe_rows / UNIT;
+}
 static inline uint32_t matrix_units(const matrix *w) {
-    return w->n_stripes * (w->stripe_rows / UNIT);
+    return w->n_stripes * stripe_units(w);
 }
 static inline uint64_t matrix_unit_bytes(const matrix *w) {
-    return w->stripe_bytes / (w->stripe_rows / UNIT);
+    return w->stripe_bytes / stripe_units(w);
 }
 
 /* y = W x for units [first, end) of w and m rows; y's column 0 is the first output of unit `first`.
@@ -149,8 +153,13 @@ void buffer_finish(const cflow_ctx *ctx, const buffer *b, size_t row, size_t col
 /* A span is a run of equal units of one op; these are what forward.c splits over the threads. */
 typedef struct {
     uint32_t units;
-    uint64_t cost; /* of a unit, in weight bytes times rows */
+    uint64_t cost;   /* of a unit, in weight bytes times rows */
+    uint32_t stripe; /* units of one; 0: they lie in none */
 } span;
+
+static inline span matrix_span(const matrix *w, uint64_t cost) {
+    return (span){matrix_units(w), cost, stripe_units(w)};
+}
 
 /* Units [first, end) of an op's work; of one piece, expert or phase where there are several. */
 void matmul_run(const cflow_ctx *ctx, const op *o, const piece *one, uint32_t first, uint32_t end);

@@ -19,10 +19,9 @@ static span span_of(const cflow_ctx *ctx, const op *o, uint32_t index) {
     case OP_COMBINE:
         return (span){m, 8ull * ctx->model->header.d_model * (o->n_terms + 1)};
     case OP_MATMUL:
-        return (span){matrix_units(o->pieces[index].w), m * matrix_unit_bytes(o->pieces[index].w)};
+        return matrix_span(o->pieces[index].w, m * matrix_unit_bytes(o->pieces[index].w));
     case OP_GATED:
-        return (span){matrix_units(o->gate),
-                      m * (matrix_unit_bytes(o->gate) + matrix_unit_bytes(o->up))};
+        return matrix_span(o->gate, m * (matrix_unit_bytes(o->gate) + matrix_unit_bytes(o->up)));
     case OP_KV:
         return kv_span(ctx, o);
     case OP_ATTEND:
@@ -90,8 +89,10 @@ static void visit_spans(cflow_ctx *ctx, uint32_t phase, span_visitor visit, void
 /* ---- sharing ---- */
 
 /* Each thread has a run of units of equal cost; one that is done takes from the others. So a thread
- * that the kernel has put aside delays the step by no more than what it holds. */
+ * that the kernel has put aside delays the step by no more than what it holds. Of few rows, whose
+ * weights come at the speed of memory, whole stripes are taken: parts of one come more slowly. */
 
+enum { FEW_ROWS = 4 };
 enum { TURN_BITS = 64 - 2 * UNIT_BITS };
 
 static uint64_t pack(unsigned turn, uint32_t next, uint32_t end) {
@@ -102,11 +103,13 @@ static uint64_t pack(unsigned turn, uint32_t next, uint32_t end) {
 typedef struct {
     uint64_t cost;
     uint32_t units;
+    uint32_t stripe; /* units of all stripes; 0: they differ */
 } totals;
 
 static int add_span(cflow_ctx *ctx, const op *o, uint32_t index, span s, void *arg) {
     (void)ctx, (void)o, (void)index;
     totals *t = arg;
+    t->stripe = t->units && t->stripe != s.stripe ? 0 : s.stripe;
     t->cost += s.units * s.cost;
     t->units += s.units;
     return 1;
@@ -170,6 +173,7 @@ static void begin_phase(cflow_ctx *ctx, uint32_t phase) {
         phase = s->n_phases;
     }
     s->n_units = all.units;
+    atomic_store(&s->grain, all.stripe && s->n_rows <= FEW_ROWS ? all.stripe : 1);
     atomic_store(&s->units_done, 0);
     atomic_store(&s->phase, phase);
     if (phase < s->n_phases) {
@@ -187,24 +191,29 @@ typedef struct {
     uint32_t first, end;
 } run;
 
-/* Takes half of what a share has left: the owner from its front, others from its back. */
-static int take_units(share *from, unsigned turn, int own, run *out) {
+/* Takes half of what a share has left, and what the stripe at the border then still has: the owner
+ * from its front, others from its back. */
+static int take_units(share *from, unsigned turn, int own, uint32_t grain, run *out) {
     uint64_t left = atomic_load(&from->left);
     for (;;) {
         const uint32_t next = left >> UNIT_BITS & ((1u << UNIT_BITS) - 1),
                        end = left & ((1u << UNIT_BITS) - 1);
         if (pack(turn, next, end) != left || next >= end) return 0;
         const uint32_t n = (end - next + 1) / 2;
-        *out = own ? (run){next, next + n} : (run){end - n, end};
-        const uint64_t rest = own ? pack(turn, next + n, end) : pack(turn, next, end - n);
+        uint32_t border = own ? (next + n + grain - 1) / grain * grain : (end - n) / grain * grain;
+        if (border > end) border = end;
+        if (border < next) border = next;
+        *out = own ? (run){next, border} : (run){border, end};
+        const uint64_t rest = own ? pack(turn, border, end) : pack(turn, next, border);
         if (atomic_compare_exchange_weak(&from->left, &left, rest)) return 1;
     }
 }
 
 static int find_units(cflow_ctx *ctx, unsigned turn, int thread, run *out) {
     const int n = ctx->options.n_threads;
+    const uint32_t grain = atomic_load(&ctx->step.grain);
     for (int i = 0; i < n; i++)
-        if (take_units(&ctx->shares[(thread + i) % n], turn, i == 0, out)) return 1;
+        if (take_units(&ctx->shares[(thread + i) % n], turn, i == 0, grain, out)) return 1;
     return 0;
 }
 

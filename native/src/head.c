@@ -56,7 +56,7 @@ static uint32_t head_rows(const cflow_ctx *ctx, uint32_t batch, uint32_t *at) {
 
 span head_span(const cflow_ctx *ctx, uint32_t phase) {
     uint32_t at;
-    if (phase % HEAD_PHASES == 0) return (span){matrix_units(head_matrix(ctx->model)), 1};
+    if (phase % HEAD_PHASES == 0) return matrix_span(head_matrix(ctx->model), 1);
     return (span){head_rows(ctx, phase / HEAD_PHASES, &at), 1};
 }
 

@@ -173,11 +173,11 @@ span expert_span(const cflow_ctx *ctx, const op *o, uint32_t index) {
     const active_expert *e = op_expert(o, op_groups(ctx, o), index);
     if (o->kind == OP_EXPERT_DOWN) {
         const matrix down = op_matrix(ctx, o, e, CFLOW_EXPERT_DOWN);
-        return (span){matrix_units(&down), e->n * matrix_unit_bytes(&down)};
+        return matrix_span(&down, e->n * matrix_unit_bytes(&down));
     }
     const matrix gate = op_matrix(ctx, o, e, CFLOW_EXPERT_GATE);
     const matrix up = op_matrix(ctx, o, e, CFLOW_EXPERT_UP);
-    return (span){matrix_units(&gate), e->n * (matrix_unit_bytes(&gate) + matrix_unit_bytes(&up))};
+    return matrix_span(&gate, e->n * (matrix_unit_bytes(&gate) + matrix_unit_bytes(&up)));
 }
 
 void expert_run(const cflow_ctx *ctx, const op *o, uint32_t index, uint32_t first, uint32_t end,

@@ -17,7 +17,7 @@ static activations activations_from(activations x, size_t row) {
 
 void multiply(const cflow_ctx *ctx, const matrix *w, uint32_t first, uint32_t end, activations x,
               const int32_t *x_rows, uint32_t m, const int32_t *y_rows, float *y, size_t y_ld) {
-    const uint32_t per_stripe = w->stripe_rows / UNIT;
+    const uint32_t per_stripe = stripe_units(w);
     for (uint32_t u = first, n; u < end; u += n) {
         n = per_stripe - u % per_stripe;
         if (n > end - u) n = end - u;
@@ -52,7 +52,7 @@ void multiply_gated(const cflow_ctx *ctx, const cflow_layer *l, const matrix *ga
     enum { LD = STRIPE_UNITS * UNIT };
     float *g = ctx_scratch(ctx, thread), *u = g + GATED_ROWS * LD;
     for (uint32_t unit = first, n; unit < end; unit += n) {
-        const uint32_t per_stripe = gate->stripe_rows / UNIT;
+        const uint32_t per_stripe = stripe_units(gate);
         n = per_stripe - unit % per_stripe;
         if (n > end - unit) n = end - unit;
         for (uint32_t row = 0, rows; row < m; row += rows) {
