@@ -8,8 +8,9 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
-from running import Server, serving, wait_for
+from running import Server, Stream, serving, wait_for
 
 from oracles import tiny
 
@@ -79,6 +80,30 @@ def test_st01_characters_of_several_tokens_are_whole(shared: Server) -> None:
             for choice in event.get("choices", ()):
                 if "\ufffd" in choice["delta"].get("content", ""):
                     assert "\ufffd" in one["text"]
+    forced = chat_body(prompt, max_tokens=200, guided_choice=[UNICODE])
+    assert whole(shared, "/v1/chat/completions", forced)["text"] == UNICODE
+    assert joined(shared, "/v1/chat/completions", forced)["text"] == UNICODE
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v1/completions", {"prompt": "hi"}), ("/v1/chat/completions", chat_body("hi"))],
+)
+def test_st03_usage_comes_once_last_and_only_when_asked_for(
+    shared: Server, path: str, body: dict[str, Any]
+) -> None:
+    body = body | {"max_tokens": 3, "n": 2}
+    *plain, end = shared.events(path, body)
+    assert end == {"done": True}
+    assert all(len(chunk["choices"]) == 1 and "usage" not in chunk for chunk in plain)
+    *chunks, last, end = shared.events(path, body | {"stream_options": {"include_usage": True}})
+    assert end == {"done": True}
+    assert all(len(chunk["choices"]) == 1 and chunk["usage"] is None for chunk in chunks)
+    assert last["choices"] == []
+    counts = shared.post(path, body | {"temperature": 0})["usage"]
+    assert counts["total_tokens"] == counts["prompt_tokens"] + counts["completion_tokens"]
+    for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert last["usage"][name] == counts[name]
 
 
 def test_sp01_stop_strings_over_every_cut(shared: Server) -> None:
@@ -260,6 +285,24 @@ def test_cc03_the_prefix_cache_cannot_be_seen(shared: Server) -> None:
     assert ask(ids[:-1])[0] == shorter
 
 
+def test_cc04_a_stream_goes_on_while_a_long_prompt_is_computed(shared: Server) -> None:
+    """Each step of the prompt brings the stream a token as well."""
+    stream = Stream(shared, max_tokens=300)
+    assert wait_for(lambda: len(stream.events) > 20)
+    done: list[int] = []
+    said: list[int] = []  # chunks of the stream by then
+    prompt = [1000 + 7 * i % 30000 for i in range(1900)]
+    fields = {"prompt": prompt, "max_tokens": 1, "return_progress": True}
+    for event in shared.events("/v1/completions", fields):
+        if "prompt_progress" in event:
+            done.append(event["prompt_progress"]["processed"])
+            said.append(len(stream.events))
+    assert len(done) > 3
+    assert done == sorted(set(done))
+    assert said[-1] - said[0] >= len(done) - 3  # what is on its way does not count
+    assert [c["finish_reason"] for c in stream.join()[-2]["choices"]] == ["length"]
+
+
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
 def test_cn01_cn02_a_client_that_leaves_frees_the_engine(
@@ -319,6 +362,79 @@ def test_me03_all_requests_are_accounted_for(shared: Server) -> None:
     received = shared.metric("cflow_requests_received_total")
     assert received > 0
     assert wait_for(lambda: shared.metric("vllm:request_success_total") == received)
+
+
+@pytest.mark.parametrize("prompt", ["", [""], [], [[]], ["a", ""], None, " ", "\n", [[], [5]]])
+def test_pa01_empty_prompts_never_hang(shared: Server, prompt: Any) -> None:
+    response = shared.http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 2})
+    assert response.status_code in (200, 400)
+    if response.status_code == 200:
+        assert response.json()["usage"]["prompt_tokens"] >= 1
+    assert shared.chat("", max_tokens=1)["usage"]["completion_tokens"] == 1
+
+
+def nested(n: int) -> str:
+    return '{"type":"array","items":' * n + "{}" + "}" * n
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        nested(60), nested(500), nested(20000),
+        json.dumps({"type": "string", "pattern": f"^{'(' * 20000}a{')' * 20000}$"}),
+        '{"type":"string","pattern":"^+[a-z]$"}', '{"type":"string","pattern":"(a+)+$"}',
+        '{"type":"string","pattern":"(x{1000}){1000}"}', '{"type":"string","maxLength":1000000000}',
+        json.dumps({"enum": [f"{i:07}" for i in range(100_000)]}),
+        '{"allOf":[{"$ref":"#"}]}', '{"type":"string","format":"nope"}', '{"uniqueItems":true}',
+    ],
+    ids=range(12),
+)  # fmt: skip
+def test_se01_hostile_schemas_cost_an_error_at_most(shared: Server, schema: str) -> None:
+    form = f'{{"type":"json_schema","json_schema":{{"name":"d","schema":{schema}}}}}'
+    message = '"messages":[{"role":"user","content":"x"}],"max_tokens":2'
+    body = f'{{{message},"response_format":{form}}}'.encode()
+    workers = shared.workers()
+    headers = {"content-type": "application/json"}
+    response = shared.http.post("/v1/chat/completions", content=body, headers=headers)
+    assert response.status_code in (200, 400)
+    if response.status_code == 400:
+        assert response.json()["error"]["param"].startswith("response_format")
+    assert shared.status("/health") == 200
+    assert shared.workers() == workers
+
+
+TJ03_SCHEMAS: list[dict[str, Any]] = [
+    {"$defs": {"C": {"enum": ["red", "blue"]}}, "type": "object", "required": ["c"],
+     "properties": {"c": {"$ref": "#/$defs/C"}}, "additionalProperties": False},
+    {"type": ["string", "null"], "maxLength": 20},
+    {"anyOf": [{"type": "integer", "minimum": 0, "maximum": 99}, {"type": "null"}]},
+    {"$defs": {"N": {"type": "object", "required": ["v", "next"], "additionalProperties": False,
+                     "properties": {"v": {"type": "integer", "minimum": 0, "maximum": 9},
+                                    "next": {"anyOf": [{"$ref": "#/$defs/N"}, {"type": "null"}]}}}},
+     "$ref": "#/$defs/N"},
+    {"const": 5},
+    {"type": "array", "items": {"type": "boolean"}, "minItems": 3, "maxItems": 3},
+    {"type": "object", "required": ["a"], "additionalProperties": False,
+     "properties": {"a": {"type": "object", "required": ["b"], "additionalProperties": False,
+                          "properties": {"b": {"type": "string", "pattern": "^[a-c]{2,4}$"}}}}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("schema", TJ03_SCHEMAS, ids=range(len(TJ03_SCHEMAS)))
+def test_tj03_every_whole_answer_fits_its_schema(shared: Server, schema: dict[str, Any]) -> None:
+    fields = {"guided_json": schema, "n": 10, "temperature": 1, "seed": 5, "max_tokens": 120}
+    choices = shared.chat("Answer in JSON.", **fields)["choices"]
+    whole = [c["message"]["content"] for c in choices if c["finish_reason"] == "stop"]
+    assert whole
+    for text in whole:
+        jsonschema.validate(json.loads(text), schema)
+
+
+def test_tj03_a_reference_to_nothing_is_refused(shared: Server) -> None:
+    body = chat_body("x", guided_json={"$ref": "#/$defs/nope"})
+    response = shared.http.post("/v1/chat/completions", json=body)
+    assert response.status_code == 400
+    assert "nope" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("text", ["A", ".", " ", "\n", "ab", "=-", "a\u0301"])

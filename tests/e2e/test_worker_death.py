@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import signal
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from running import LONG, Server, Stream, assert_failed, is_alive, kill, serving, wait_for
 
 from cflow.engine.hub import BUNDLED_FILE
@@ -36,6 +38,8 @@ def test_killed_under_load(start: Callable[..., Server]) -> None:
     assert answer["choices"][0]["text"] == text
     assert server.metric("cflow_worker_restarts_total") == 1
     assert all(server.metric(name) >= value for name, value in before.items())
+    families = text_string_to_metric_families(server.http.get("/metrics").text)
+    assert all(math.isfinite(sample.value) for family in families for sample in family.samples)
     assert server.workers() != [worker]
     assert len(server.workers()) == 1
 

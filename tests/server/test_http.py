@@ -57,6 +57,25 @@ def test_half_a_surrogate_pair(live: Live, template: str, named: str, half: str)
     assert live.client.post("/v1/completions", content=good, headers=JSON).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("template", "named"),
+    [
+        ('{"messages":[{"role":"user","content":"%s"}]}', "messages[0].content"),
+        ('{"messages":[{"role":"user","content":[{"type":"text","text":"%s"}]}]}',
+         "messages[0].content[0].text"),
+        ('{"messages":[],"tools":[{"type":"function","function":{"name":"%s"}}]}',
+         "tools[0].function.name"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("stream", ["true", "false"])
+def test_half_a_surrogate_pair_in_chat(live: Live, template: str, named: str, stream: str) -> None:
+    body = (f'{{"stream":{stream},' + (template % "a\\ud83d")[1:]).encode()
+    response = live.client.post("/v1/chat/completions", content=body, headers=JSON)
+    assert response.status_code == 400
+    assert response.headers["content-type"] == "application/json"
+    assert error_of(response)["param"] == named
+
+
 @pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e999", "-1e400", "9" * 5000])
 @pytest.mark.parametrize(
     ("template", "named"),
