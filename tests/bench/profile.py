@@ -22,7 +22,7 @@ import numpy as np
 from bench.records import RECORDS
 from cflow.engine import machine, native
 from cflow.engine.bare import decode, open_stream
-from cflow.engine.bench import PROBE_BYTES, PROBE_PASSES
+from cflow.engine.bench import PROBE_PASSES
 from cflow.engine.lab.page import table
 from cflow.engine.native import Context, Model, const
 
@@ -148,7 +148,7 @@ def _times(context: Context) -> Any:
 
 def measure(model: Model, context: Context, threads: int, n: int, rounds: int) -> Iterator[Round]:
     choose = random.Random(0)
-    size = max(PROBE_BYTES, 4 * machine.cpu().l3_bytes)
+    size = machine.beyond_caches(machine.memory().available)
     probe = native.probe_bandwidth(size, threads, PROBE_PASSES)
     for _ in range(rounds):
         before, start = _times(context), time.perf_counter()

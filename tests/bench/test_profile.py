@@ -49,7 +49,7 @@ def test_tiles_by_hand(tmp_path: Path) -> None:
 
 
 def test_a_profile_and_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profile, "PROBE_BYTES", 1 << 20)
+    monkeypatch.setattr(profile.machine, "beyond_caches", lambda available: 1 << 20)
     path = model_of(tmp_path, "qwen2", DENSE)
     found = asdict(profile.profile(path, threads=2, rounds=1))
     assert 0 < sum(part["ms"] for part in found["parts"]) <= found["ms"]
