@@ -16,8 +16,8 @@ static INLINE void add_unit(piece *p, uint32_t bytes, uint32_t chunk, void (*add
 }
 
 #define REGION(encoding, bytes, rows)                                                              \
-    void region_##encoding##_##rows(const uint8_t *block, const x_tile *x, float *acc);            \
-    void region_##encoding##_##rows(const uint8_t *block, const x_tile *x, float *acc) {           \
+    void region_##encoding##_##rows(const uint8_t *block, const x_block *x, float *acc);           \
+    void region_##encoding##_##rows(const uint8_t *block, const x_block *x, float *acc) {          \
         const matmul_args args = {.stripe_groups = 8};                                             \
         piece p = {.args = &args, .head = block, .block = block, .m = rows, .x = x, .acc = acc};   \
         __asm__ volatile("# LLVM-MCA-BEGIN " #encoding " " #rows::: "memory");                     \

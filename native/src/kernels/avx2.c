@@ -11,10 +11,15 @@
 #define LANES 8
 #define UNITS 1
 #define HEADS 3
+#define NIBBLE_BIAS (8 << 16)
 #define BYTE_BIAS 0
 
 typedef __m256 vf;
 typedef __m256i vi;
+
+/* For every lane: as operands from memory they cost no instruction. */
+typedef vf xf;
+typedef vi xi;
 
 static INLINE vi first_lanes(uint32_t n) {
     const vi lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
@@ -156,44 +161,52 @@ static INLINE vi upper_pair(vi v, int k) {
     return _mm256_and_si256(_mm256_srli_epi16(v, 2), mask);
 }
 
-static INLINE vi four_of(const int8_t *x) {
+static INLINE xi spread_four(const int8_t *x) {
     int32_t four;
     memcpy(&four, x, 4);
     return _mm256_set1_epi32(four);
+}
+static INLINE xi spread_i(int32_t x) {
+    return _mm256_set1_epi32(x);
+}
+static INLINE xf spread_f(float x) {
+    return _mm256_set1_ps(x);
+}
+static INLINE vf f_of_x(xf x) {
+    return x;
 }
 static INLINE vi pair_sums(vi words) {
     return _mm256_madd_epi16(words, _mm256_set1_epi16(1));
 }
 
-/* A product pair is at most 15 * 127 * 2, so eight fit a signed 16-bit word. */
-static INLINE void dot_nibbles(vi out[UNITS], const vi w[UNITS][8], const int8_t *x,
-                               int32_t start) {
-    vi words = _mm256_maddubs_epi16(w[0][0], four_of(x));
-    for (int j = 1; j < 8; j++) {
-        words = _mm256_add_epi16(words, _mm256_maddubs_epi16(w[0][j], four_of(x + 4 * j)));
+/* Sums stay in 16-bit words: eight product pairs are at most 15 * 127 * 16. The bias is taken from
+ * every other word; what is there in the end, at most 8 * 127 * 32, fits as well. */
+static INLINE void dot_nibbles(vi out[UNITS], const vi w[UNITS][8], const xi *x, xi start) {
+    for (int j = 0; j < 8; j++) {
+        start = _mm256_add_epi16(start, _mm256_maddubs_epi16(w[0][j], x[j]));
+        __asm__("" : "+x"(start)); /* else gcc makes all products first: no room for them and w */
     }
-    out[0] = _mm256_add_epi32(_mm256_set1_epi32(start), pair_sums(words));
+    out[0] = pair_sums(start);
 }
 
 /* Codes are signed here: |w| * (x with w's sign) stays below 2^15 even for w = -128, where the
  * unsigned code times x would saturate. */
-static INLINE void dot_bytes(vi out[UNITS], const vi w[UNITS][8], const int8_t *x, int32_t start) {
-    out[0] = _mm256_set1_epi32(start);
+static INLINE void dot_bytes(vi out[UNITS], const vi w[UNITS][8], const xi *x, xi start) {
     for (int j = 0; j < 8; j++) {
-        const vi signed_x = _mm256_sign_epi8(four_of(x + 4 * j), w[0][j]);
+        const vi signed_x = _mm256_sign_epi8(x[j], w[0][j]);
         const vi words = _mm256_maddubs_epi16(_mm256_abs_epi8(w[0][j]), signed_x);
-        out[0] = _mm256_add_epi32(out[0], pair_sums(words));
+        start = _mm256_add_epi32(start, pair_sums(words));
     }
+    out[0] = start;
 }
 
 /* A product pair is at most 63 * 127 * 2, so two fit a signed 16-bit word. */
-static INLINE void dot_sixes(vi out[UNITS], const vi w[UNITS][8], int first, const int8_t *x,
-                             int32_t start) {
-    out[0] = _mm256_set1_epi32(start);
+static INLINE void dot_sixes(vi out[UNITS], const vi w[UNITS][8], int first, const xi *x,
+                             xi start) {
+    out[0] = start;
     for (int j = 0; j < 4; j += 2) {
-        const vi words =
-            _mm256_add_epi16(_mm256_maddubs_epi16(w[0][first + j], four_of(x + 4 * j)),
-                             _mm256_maddubs_epi16(w[0][first + j + 1], four_of(x + 4 * j + 4)));
+        const vi words = _mm256_add_epi16(_mm256_maddubs_epi16(w[0][first + j], x[j]),
+                                          _mm256_maddubs_epi16(w[0][first + j + 1], x[j + 1]));
         out[0] = _mm256_add_epi32(out[0], pair_sums(words));
     }
 }

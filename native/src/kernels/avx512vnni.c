@@ -11,10 +11,15 @@
 #define LANES 16
 #define UNITS 2
 #define HEADS 4
+#define NIBBLE_BIAS 8
 #define BYTE_BIAS 128
 
 typedef __m512 vf;
 typedef __m512i vi;
+
+/* Once: instructions spread such an operand themselves. */
+typedef float xf;
+typedef int32_t xi;
 
 static INLINE __mmask16 first_lanes(uint32_t n) {
     return (__mmask16)(n >= LANES ? 0xffff : (1u << n) - 1);
@@ -138,29 +143,40 @@ static INLINE vi upper_pair(vi v, int k) {
     return _mm512_and_si512(_mm512_srli_epi16(v, 2), mask);
 }
 
-static INLINE vi four_of(const int8_t *x) {
+static INLINE xi spread_four(const int8_t *x) {
     int32_t four;
     memcpy(&four, x, 4);
-    return _mm512_set1_epi32(four);
+    return four;
+}
+static INLINE xi spread_i(int32_t x) {
+    return x;
+}
+static INLINE xf spread_f(float x) {
+    return x;
+}
+static INLINE vi i_of_x(xi x) {
+    return _mm512_set1_epi32(x);
+}
+static INLINE vf f_of_x(xf x) {
+    return _mm512_set1_ps(x);
 }
 
-static INLINE void dot_quads(vi out[UNITS], const vi w[UNITS][8], int first, int n, const int8_t *x,
-                             int32_t start) {
-    for (int u = 0; u < UNITS; u++) out[u] = _mm512_set1_epi32(start);
+static INLINE void dot_quads(vi out[UNITS], const vi w[UNITS][8], int first, int n, const xi *x,
+                             xi start) {
+    for (int u = 0; u < UNITS; u++) out[u] = i_of_x(start);
     for (int j = 0; j < n; j++) {
-        const vi four = four_of(x + 4 * j);
+        const vi four = i_of_x(x[j]);
         for (int u = 0; u < UNITS; u++) out[u] = _mm512_dpbusd_epi32(out[u], w[u][first + j], four);
     }
 }
-static INLINE void dot_nibbles(vi out[UNITS], const vi w[UNITS][8], const int8_t *x,
-                               int32_t start) {
+static INLINE void dot_nibbles(vi out[UNITS], const vi w[UNITS][8], const xi *x, xi start) {
     dot_quads(out, w, 0, 8, x, start);
 }
-static INLINE void dot_bytes(vi out[UNITS], const vi w[UNITS][8], const int8_t *x, int32_t start) {
+static INLINE void dot_bytes(vi out[UNITS], const vi w[UNITS][8], const xi *x, xi start) {
     dot_quads(out, w, 0, 8, x, start);
 }
-static INLINE void dot_sixes(vi out[UNITS], const vi w[UNITS][8], int first, const int8_t *x,
-                             int32_t start) {
+static INLINE void dot_sixes(vi out[UNITS], const vi w[UNITS][8], int first, const xi *x,
+                             xi start) {
     dot_quads(out, w, first, 4, x, start);
 }
 

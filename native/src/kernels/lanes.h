@@ -4,16 +4,18 @@
  *   vf, vi              vectors of LANES floats, of LANES int32 (or 4 LANES bytes)
  *   LANES, UNITS        UNITS vectors of weights meet an activation at a time (8 registers each)
  *   HEADS               attention heads that share loads
- *   BYTE_BIAS           what byte_codes leaves to subtract through dot's start
+ *   NIBBLE_BIAS         what a dot's start subtracts for each unit of x: the bias of q4_0, and what
+ *   BYTE_BIAS           byte_codes leaves of that of q8
+ *   xf, xi              how a float, and an int32 or 4 codes, of x lie in memory to meet every lane
  * and as static INLINE the f_ and i_ operations that the three files below use. The dots add to
- * start, exactly; w[u][j] holds columns 4 j to 4 j + 3:
+ * start, exactly; w[u][j] and x[j] hold columns 4 j to 4 j + 3:
  *   dot_nibbles, dot_bytes(out, w, x, start)   over 32 columns
  *   dot_sixes(out, w, first, x, start)         over 16 columns from w[u][first] on
  */
 #ifndef CFLOW_LANES_H
 #define CFLOW_LANES_H
 
-typedef void (*dot_fn)(vi out[UNITS], const vi w[UNITS][8], const int8_t *x, int32_t start);
+typedef void (*dot_fn)(vi out[UNITS], const vi w[UNITS][8], const xi *x, xi start);
 
 #include "lanes_matmul.h"
 #include "lanes_vector.h"

@@ -1,9 +1,9 @@
 /* Matrix products in vectors of LANES rows, for the instruction set that includes this.
  *
- * A piece is walked in memory order, block by block, for up to BATCH rows of x at once: the codes
- * of a chunk (UNITS vectors of rows) of a block are decoded into registers, then every row of x
- * meets them. Sums live in acc, which stays in the first-level cache; a row's float sequence is the
- * same for any m.
+ * A piece is walked in memory order, block by block, for up to BATCH rows of x at once, whose part
+ * of the block is laid out for all that follows. The codes of a chunk (UNITS vectors of rows) are
+ * decoded into registers, then every row of x meets them. Sums live in acc, which stays in the
+ * first-level cache; a row's float sequence is the same for any m.
  *
  * Weights are prefetched AHEAD bytes or a little more, in rising order and on past the end of the
  * stripe: the next one lies there. One Zen 5 core (39 GB/s by the probe) reads q4_0 from RAM at
@@ -12,13 +12,13 @@
 
 enum { BATCH = 32, AHEAD = 8192 };
 
-/* 256 columns of one row of x, as the integer forms want them. */
+/* A block of one row of x, as the integer forms want it. */
 typedef struct {
-    int8_t q[256];
-    float scale[8];
-    float scaled_sum[8]; /* scale * (float)(sum of the block's 32 codes) */
-    int32_t start[16];   /* -bias * sum: of 32 codes in [0, 8), or for q6_k of 16 codes */
-} x_tile;
+    xi q[8]; /* 4 columns each */
+    xf scale;
+    xf scaled_sum; /* scale * (float)(sum of the 32 codes) */
+    xi start[2];   /* -bias * sum: of 32 codes in the first, or for q6_k of 16 codes in each */
+} x_block;
 
 /* One chunk of one block, for m rows of x. */
 typedef struct {
@@ -26,10 +26,9 @@ typedef struct {
     const uint8_t *head, *block; /* of the tile, of the block */
     size_t group;                /* even: the chunk begins */
     uint32_t lane;               /* with this row of it, or of the one behind it */
-    uint32_t b;                  /* the block in its tile */
     uint32_t column;             /* the block's first, of the matrix */
     uint32_t row, m;             /* first row of x, how many */
-    const x_tile *x;             /* (m,) */
+    const x_block *x;            /* (m,) */
     float *acc;                  /* (m, chunk lanes) */
 } piece;
 
@@ -38,24 +37,23 @@ typedef struct {
     uint32_t chunk;       /* rows of a chunk */
     int bias;             /* -1: a float form, x is not packed */
     int halves;           /* start is per 16 columns */
+    int has_m;            /* scaled_sum is read */
 } form;
 
 static INLINE size_t x_row_of(const matmul_args *a, uint32_t i) {
     return a->x_rows ? (size_t)a->x_rows[i] : i;
 }
 
-static INLINE void pack(const activations *x, size_t row, uint32_t first_block, const form f,
-                        x_tile *out) {
-    const size_t at = row * x->ld + (size_t)first_block * 32;
+static INLINE void pack(const activations *x, size_t row, uint32_t block, const form f,
+                        x_block *out) {
+    const size_t at = row * x->ld + (size_t)block * 32;
     const int32_t *sum = x->sum + at / 16;
-    memcpy(out->q, x->q + at, sizeof out->q);
-    memcpy(out->scale, x->scale + at / 32, sizeof out->scale);
-    for (int b = 0; b < 8; b++) {
-        const int32_t both = sum[2 * b] + sum[2 * b + 1];
-        out->scaled_sum[b] = out->scale[b] * (float)both;
-        if (!f.halves) out->start[b] = -f.bias * both;
-    }
-    for (int h = 0; f.halves && h < 16; h++) out->start[h] = -f.bias * sum[h];
+    const float scale = x->scale[at / 32];
+    for (int j = 0; j < 8; j++) out->q[j] = spread_four(x->q + at + 4 * j);
+    out->scale = spread_f(scale);
+    if (f.has_m) out->scaled_sum = spread_f(scale * (float)(sum[0] + sum[1]));
+    out->start[0] = spread_i(-f.bias * (f.halves ? sum[0] : sum[0] + sum[1]));
+    if (f.halves) out->start[1] = spread_i(-f.bias * sum[1]);
 }
 
 static INLINE void store_rows(const matmul_args *a, uint32_t row, uint32_t m, uint32_t chunk,
@@ -79,7 +77,7 @@ static INLINE void fetch(const uint8_t *from, size_t bytes, size_t ahead) {
 static INLINE void walk_rows(const matmul_args *a, const form f, void (*add)(const piece *),
                              uint32_t row, uint32_t m) {
     alignas(64) float acc[128 * BATCH];
-    alignas(64) x_tile x[BATCH];
+    alignas(64) x_block x[BATCH];
     const size_t end = a->first + a->n_groups;
     const size_t head_bytes = (size_t)a->stripe_groups * f.head;
     const size_t block_bytes = (size_t)a->stripe_groups * f.block;
@@ -87,16 +85,14 @@ static INLINE void walk_rows(const matmul_args *a, const form f, void (*add)(con
     memset(acc, 0, sizeof *acc * a->n_groups * 16 * m);
     piece p = {.args = a, .head = a->stripe, .block = a->stripe, .row = row, .m = m, .x = x};
     for (uint32_t block = 0; block < a->n_blocks; block++) {
-        p.b = block % 8;
         p.column = block * 32;
-        if (p.b == 0) {
+        if (block % 8 == 0) {
             fetch(p.block, head_bytes, ahead);
             p.head = p.block;
             p.block += head_bytes;
-            for (uint32_t i = 0; f.bias >= 0 && i < m; i++) {
-                pack(&a->x, x_row_of(a, row + i), block, f, x + i);
-            }
         }
+        for (uint32_t i = 0; f.bias >= 0 && i < m; i++)
+            pack(&a->x, x_row_of(a, row + i), block, f, x + i);
         for (p.group = a->first; p.group < end; p.group += 2) {
             fetch(p.block + p.group * f.block, 2 * f.block, ahead);
 #pragma GCC unroll 4 /* so many with AVX2: rows become fixed distances */
@@ -151,15 +147,16 @@ static INLINE void nibbles(const piece *p, vi w[UNITS][8]) {
 /* acc = fma((float)isum, d * x.scale, acc); with m: then acc = fma(m, x.scaled_sum, acc). */
 static INLINE void add_rows(const piece *p, dot_fn dot, const vi w[UNITS][8], const vf d[UNITS],
                             const vf m[UNITS]) {
+#pragma GCC unroll 2
     for (uint32_t i = 0; i < p->m; i++) {
-        const x_tile *x = p->x + i;
-        const vf scale = f_set1(x->scale[p->b]);
+        const x_block *x = p->x + i;
+        const vf scale = f_of_x(x->scale);
         float *acc = p->acc + (size_t)i * CHUNK;
         vi isum[UNITS];
-        dot(isum, w, x->q + 32 * p->b, x->start[p->b]);
+        dot(isum, w, x->q, x->start[0]);
         for (uint32_t u = 0; u < UNITS; u++) {
             vf sum = f_fma(f_of_int(isum[u]), d[u] * scale, f_load(acc + u * LANES));
-            if (m != NULL) sum = f_fma(m[u], f_set1(x->scaled_sum[p->b]), sum);
+            if (m != NULL) sum = f_fma(m[u], f_of_x(x->scaled_sum), sum);
             f_store(acc + u * LANES, sum);
         }
     }
@@ -250,12 +247,12 @@ static INLINE void add_q6_k(const piece *p) {
         d[1][u] = scale * f_of_int(i_of_i8(scales + rows + row));
     }
     for (uint32_t i = 0; i < p->m; i++) {
-        const x_tile *x = p->x + i;
-        const vf scale = f_set1(x->scale[p->b]);
+        const x_block *x = p->x + i;
+        const vf scale = f_of_x(x->scale);
         float *acc = p->acc + (size_t)i * CHUNK;
         vi isum[2][UNITS];
-        dot_sixes(isum[0], w, 0, x->q + 32 * p->b, x->start[2 * p->b]);
-        dot_sixes(isum[1], w, 4, x->q + 32 * p->b + 16, x->start[2 * p->b + 1]);
+        dot_sixes(isum[0], w, 0, x->q, x->start[0]);
+        dot_sixes(isum[1], w, 4, x->q + 4, x->start[1]);
         for (uint32_t u = 0; u < UNITS; u++) {
             vf sum = f_fma(f_of_int(isum[0][u]), d[0][u] * scale, f_load(acc + u * LANES));
             sum = f_fma(f_of_int(isum[1][u]), d[1][u] * scale, sum);
@@ -327,19 +324,19 @@ static void matmul_bf16(const matmul_args *a) {
     walk(a, (form){.block = 1024, .chunk = FLOAT_CHUNK, .bias = -1}, add_bf16);
 }
 static void matmul_q4_0(const matmul_args *a) {
-    walk(a, (form){.block = 288, .chunk = CHUNK, .bias = 8}, add_q4_0);
+    walk(a, (form){.block = 288, .chunk = CHUNK, .bias = NIBBLE_BIAS}, add_q4_0);
 }
 static void matmul_q4_1(const matmul_args *a) {
-    walk(a, (form){.block = 320, .chunk = CHUNK, .bias = 0}, add_q4_1);
+    walk(a, (form){.block = 320, .chunk = CHUNK, .has_m = 1}, add_q4_1);
 }
 static void matmul_q8_0(const matmul_args *a) {
     walk(a, (form){.block = 544, .chunk = CHUNK, .bias = BYTE_BIAS}, add_q8_0);
 }
 static void matmul_q8_1(const matmul_args *a) {
-    walk(a, (form){.block = 576, .chunk = CHUNK, .bias = BYTE_BIAS}, add_q8_1);
+    walk(a, (form){.block = 576, .chunk = CHUNK, .bias = BYTE_BIAS, .has_m = 1}, add_q8_1);
 }
 static void matmul_q4_k(const matmul_args *a) {
-    walk(a, (form){.head = 64, .block = 288, .chunk = CHUNK, .bias = 0}, add_q4_k);
+    walk(a, (form){.head = 64, .block = 288, .chunk = CHUNK, .has_m = 1}, add_q4_k);
 }
 static void matmul_q6_k(const matmul_args *a) {
     walk(a, (form){.head = 32, .block = 416, .chunk = CHUNK, .bias = 32, .halves = 1}, add_q6_k);
