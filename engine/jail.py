@@ -98,7 +98,8 @@ def read_frame(stream: BinaryIO) -> bytes | None:
 
 def answer_jobs(prepare: Callable[[bytes], Callable[[bytes], bytes]], time_s: float) -> None:
     """The process's whole life. prepare: from the first frame to what answers each job."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # as in the worker
+        signal.signal(number, signal.SIG_IGN)
     stdin, stdout = sys.stdin.buffer, sys.stdout.buffer
     first = read_frame(stdin)
     if first is None:

@@ -406,9 +406,9 @@ def _await_hello(link: Link) -> Hello:
 
 
 def main() -> None:
-    # A terminal sends its signals to all processes in front; when to end is the front end's to say.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # Terminals and service managers signal all processes; when to end is the front end's to say.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     faulthandler.enable()
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     sys.exit(serve(socket.socket(fileno=int(sys.argv[1])), load))

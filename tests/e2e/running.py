@@ -162,20 +162,25 @@ def assert_failed(events: list[dict[str, Any]], code: str) -> None:
     assert all(e["choices"][0]["finish_reason"] is None for e in events[:-2])
 
 
-def workers_of(pid: int) -> list[int]:
-    """Engine workers whose parent is `pid`."""
+def children_of(pid: int, module: str = "") -> list[int]:
+    """Processes whose parent is `pid`, and whose command line names the module."""
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
         try:
             parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
-            command = (entry / "cmdline").read_bytes()
+            command = (entry / "cmdline").read_text()
         except (OSError, IndexError):
             continue
-        if parent == pid and b"cflow.engine.worker" in command:
+        if parent == pid and module in command:
             found.append(int(entry.name))
     return found
+
+
+def workers_of(pid: int) -> list[int]:
+    """Engine workers whose parent is `pid`."""
+    return children_of(pid, "cflow.engine.worker\0")
 
 
 def is_alive(pid: int) -> bool:

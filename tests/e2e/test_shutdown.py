@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from running import Server, Stream, assert_failed, is_alive, wait_for
+from running import Server, Stream, assert_failed, children_of, is_alive, wait_for
+
+PATIENT = ("--drain-timeout", "300")  # what has to end well has the time to, on any machine
 
 
 def end(server: Server, *, within_s: float) -> None:
@@ -36,7 +39,7 @@ def test_never_ready_before_it_can_answer(start: Callable[..., Server]) -> None:
 
 
 def test_running_streams_finish(start: Callable[..., Server]) -> None:
-    server = start().ready()
+    server = start(*PATIENT).ready()
     stream = Stream(server, n=4, max_tokens=400)
     assert wait_for(lambda: len(stream.events) > 3)
     server.process.send_signal(signal.SIGTERM)
@@ -50,6 +53,30 @@ def test_running_streams_finish(start: Callable[..., Server]) -> None:
     assert events[-1] == {"done": True}
     ends = [choice["finish_reason"] for event in events[:-1] for choice in event["choices"]]
     assert ends.count("length") == 4
+    end(server, within_s=10)
+
+
+def test_a_signal_to_every_process_is_the_front_ends_to_answer(
+    start: Callable[..., Server], tmp_path: Path
+) -> None:
+    """As of a terminal that closes, and of systemd, which stops whole control groups."""
+    keys = tmp_path / "keys"
+    keys.write_text("k\n")
+    server = start("--api-keys", str(keys), *PATIENT).ready()
+    server.http.headers["Authorization"] = "Bearer k"
+    server.chat("hi", max_tokens=1)  # which starts the process for templates
+    stream = Stream(server, n=4, max_tokens=400)
+    assert wait_for(lambda: len(stream.events) > 3)
+    children = children_of(server.process.pid)
+    assert len(children) > len(server.workers()) == 1
+    for number in (signal.SIGHUP, signal.SIGTERM):
+        for pid in (*children, server.process.pid):
+            os.kill(pid, number)
+    assert wait_for(lambda: server.status("/ready") == 503)
+    events = stream.join()
+    ends = [choice["finish_reason"] for event in events[:-1] for choice in event["choices"]]
+    assert ends.count("length") == 4
+    assert "starting again" not in server.log
     end(server, within_s=10)
 
 
