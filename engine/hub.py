@@ -128,8 +128,18 @@ def _clear(target: Path) -> None:
             part.unlink(missing_ok=True)
 
 
+def has_made(name: str) -> bool:
+    """Whether this model of the catalogue needs neither network nor conversion."""
+    entry = catalogue.entries().get(name)
+    return entry is not None and _catalogue_file(entry).exists()
+
+
+def _catalogue_file(entry: Entry) -> Path:
+    return cache_folder() / f"{entry.name}-{entry.sha256[:12]}-{CONVERTER}.cflow"
+
+
 def _from_catalogue(entry: Entry, report: Report) -> Path:
-    target = cache_folder() / f"{entry.name}-{entry.sha256[:12]}-{CONVERTER}.cflow"
+    target = _catalogue_file(entry)
     with _locked(target) as is_done:
         if not is_done:
             _need_space(entry, target.parent)

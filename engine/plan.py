@@ -64,13 +64,14 @@ class Plan:
     probe_gb_s: float
     threads: int
     threads_reason: str
+    cpu_share: float  # of their time that the CPU quota lets them run
     stages: tuple[Stage, ...]
 
     @property
     def predicted_decode_tok_s(self) -> float:
-        """One stream: memory bandwidth over the bytes of a token, or what the disk allows where that
-        is less, reads hidden behind compute."""
-        tok_s = self.probe_gb_s * 1e9 / self.bytes_per_token
+        """One stream: memory bandwidth over the bytes of a token, as long as the quota lets it run, or
+        what the disk allows where that is less, reads hidden behind compute."""
+        tok_s = self.cpu_share * self.probe_gb_s * 1e9 / self.bytes_per_token
         if self.disk_gb_s is not None:
             tok_s = min(tok_s, self.disk_gb_s * 1e9 / self.disk_bytes_per_token)
         return tok_s
@@ -134,6 +135,7 @@ def run(config: EngineConfig) -> Plan:
         probe_gb_s=_probe_memory(memory.available, threads),
         threads=threads,
         threads_reason=threads_reason(config, cores),
+        cpu_share=min(1.0, cores.quota.cpus / threads) if cores.quota else 1.0,
         stages=_stages(model.ops),
     )
 

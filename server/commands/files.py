@@ -82,10 +82,11 @@ def plan(
 ) -> None:
     """Say what a model needs and how fast it will be here, before loading it: with the settings that
     serve would take from flags and environment."""
+    from cflow.engine import hub
     from cflow.engine import plan as planner
 
     config = read_engine(model, engine)
-    if planner.is_shape(model):
+    if planner.is_shape(model) and not hub.has_made(model):
         found = planner.run_shape(config)
     else:
         found = planner.run(replace(config, model=str(_resolve_beside_shapes(model))))

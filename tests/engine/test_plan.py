@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from cflow.engine import native, plan, synth
+from cflow.engine.cgroup import CpuQuota
 from cflow.engine.config import EngineConfig
 from cflow.engine.errors import EngineError
 from cflow.engine.experts import ExpertBank
-from cflow.engine.machine import Memory
+from cflow.engine.machine import Cores, Memory
 from cflow.engine.native import Model
 from oracles.random_model import EXPERTS, RandomModel
 
@@ -168,6 +169,19 @@ def test_a_plan_is_of_the_settings_of_a_server(
     half = planned(path, context=64, **share)
     assert (half.context, half.kv_positions, half.notes) == (64, 4 * 64, ())
     assert half.kv_bytes_per_token == position_bytes // 2
+
+
+@pytest.mark.parametrize(("cpus", "threads", "share"), [(0.5, 1, 0.5), (3.5, 3, 1), (1.5, 2, 0.75)])
+def test_threads_beyond_the_quota_run_part_of_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cpus: float, threads: int, share: float
+) -> None:
+    path = RandomModel([{}]).write(tmp_path / "m.cflow", "q8_0")
+    monkeypatch.setattr(native, "probe_bandwidth", lambda *_: 10e9)
+    quota = CpuQuota(cpus, "test")
+    cores = Cores(threads=1, reason="", physical=4, nodes=1, quota=quota)
+    monkeypatch.setattr(plan.machine, "cores", lambda: cores)
+    found = planned(path, threads=threads)
+    assert found.predicted_decode_tok_s == share * 10e9 / found.bytes_per_token
 
 
 def test_budgets_that_no_server_takes_have_no_plan(tmp_path: Path) -> None:

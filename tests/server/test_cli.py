@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from cflow.engine import catalogue, hub
 from cflow.engine.config import EngineConfig
 from cflow.engine.errors import CflowError
 from cflow.engine.machine import Memory
@@ -155,6 +157,19 @@ def test_plan_of_a_file_and_of_its_shape_agree(
         "sum over layers of max(attention",
     ):
         assert words in output
+
+
+def test_plan_of_a_name_is_of_the_model_where_that_is_here(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shapes of the same name have other weights than what would be served."""
+    monkeypatch.setattr("cflow.engine.plan.native.probe_bandwidth", lambda *_: 10e9)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    shape = run_json("plan", "smollm2-135m")
+    made = hub._catalogue_file(catalogue.entries()["smollm2-135m"])
+    shutil.copy(model, made)
+    assert run_json("plan", "smollm2-135m")["resident_bytes"] == model.stat().st_size
+    assert shape["resident_bytes"] > model.stat().st_size
 
 
 def test_plan_of_nothing_lists_models_and_shapes() -> None:
