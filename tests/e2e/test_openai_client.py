@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
@@ -86,6 +87,49 @@ def test_cancellation(shared: Server) -> None:
     stream.close()
     assert wait_for(lambda: shared.metric("vllm:num_requests_running") == 0)
     assert wait_for(lambda: shared.metric("cflow_cancelled_total") == before + 1)
+
+
+def test_the_asynchronous_client_asks_many_at_once(shared: Server) -> None:
+    """Whole and streamed answers, of three routes."""
+
+    async def ask(text: str) -> set[str]:
+        turns: Any = [{"role": "user", "content": text}]
+        async with openai.AsyncOpenAI(base_url=f"{shared.url}/v1", api_key="none") as client:
+
+            async def whole() -> str:
+                answer = await client.chat.completions.create(
+                    model="M", messages=turns, max_tokens=12, temperature=0
+                )
+                return answer.choices[0].message.content or ""
+
+            async def streamed() -> str:
+                stream = await client.chat.completions.create(
+                    model="M", messages=turns, max_tokens=12, temperature=0, stream=True
+                )
+                return "".join([c.choices[0].delta.content or "" async for c in stream])
+
+            async def response() -> str:
+                answer = await client.responses.create(
+                    model="M", input=text, max_output_tokens=12, temperature=0
+                )
+                return answer.output_text
+
+            async def response_stream() -> str:
+                async with client.responses.stream(
+                    model="M", input=text, max_output_tokens=12, temperature=0
+                ) as stream:
+                    return "".join(
+                        [e.delta async for e in stream if e.type == "response.output_text.delta"]
+                    )
+
+            return set(await asyncio.gather(whole(), streamed(), response(), response_stream()))
+
+    async def ask_all() -> list[set[str]]:
+        return await asyncio.gather(*map(ask, PROMPTS[:4]))
+
+    texts = asyncio.run(ask_all())
+    assert [len(found) for found in texts] == [1, 1, 1, 1]
+    assert all(text for found in texts for text in found)
 
 
 def test_errors_have_the_clients_types(shared: Server) -> None:

@@ -185,6 +185,20 @@ def test_streamed_responses_are_the_whole_ones(client: openai.OpenAI) -> None:
     assert final.usage.output_tokens == whole.usage.output_tokens
 
 
+def test_streamed_responses_call_a_tool(client: openai.OpenAI) -> None:
+    tool: Any = {"type": "function", "strict": True, **WEATHER["function"]}
+    question = QUESTION[0]["content"]
+    with client.responses.stream(
+        model="M", input=question, tools=[tool], tool_choice="required", temperature=0
+    ) as stream:
+        pieces = [e.delta for e in stream if e.type == "response.function_call_arguments.delta"]
+        (call,) = stream.get_final_response().output
+    assert call.type == "function_call"
+    assert (call.name, call.arguments) == ("get_weather", "".join(pieces))
+    assert len(pieces) > 2
+    jsonschema.validate(json.loads(call.arguments), SCHEMAS["get_weather"])
+
+
 def test_responses_are_parsed(client: openai.OpenAI) -> None:
     answer = client.responses.parse(
         model="M", input="Extract: Ada Lovelace, 36 years old.", text_format=Person, temperature=0
