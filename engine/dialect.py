@@ -18,14 +18,15 @@ Thinking = Literal["no", "maybe", "begun", "within"]  # when an answer begins; w
 
 @dataclass(frozen=True, slots=True)
 class CallSyntax:
-    """A call is {"name": ..., key: {...}}; where there is an infix, it is name infix {...} instead,
-    and where is_tagged, as tagged_call.py has it. single, several: how calls are written, in Lark over
+    """A call is {"name": ..., key: {...}}; where there is an infix, it is name infix {...} instead, or
+    where there is an id_mark name id_mark id infix {...}; and where is_tagged, as tagged_call.py has it. single, several: how calls are written, in Lark over
     the rules open, close, infix and call."""
 
     key: str
     open: str
     close: str = ""
     infix: str = ""
+    id_mark: str = ""
     filling: str = ""  # characters that may stand between calls, besides white space
     is_tagged: bool = False
     is_bare: bool = False  # an answer may be a call without `open`
@@ -59,7 +60,8 @@ MISTRAL_NAMED = CallSyntax(
     several="(open call)+",
     id_length=9,
 )
-OTHER = ("<arg_key>", "[CALL_ID]")  # ways of which none is known here
+MISTRAL_IDS = replace(MISTRAL_NAMED, id_mark="[CALL_ID]")
+OTHER = "<arg_key>"  # a way that is not known here
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,8 @@ class Dialect:
         """Of the marks, those that are special tokens of this model."""
         marks = [THINK, THOUGHT] if self.thinks else []
         if self.calls is not None:
-            marks += filter(None, (self.calls.open, self.calls.close, self.calls.infix))
+            calls = self.calls
+            marks += filter(None, (calls.open, calls.close, calls.infix, calls.id_mark))
         encoded = {mark: tokenizer.encode(mark, add_bos=False) for mark in marks}
         return {
             mark: ids[0]
@@ -96,7 +99,7 @@ class Dialect:
 
 
 def _syntax(template: str) -> CallSyntax | None:
-    if "tools" not in template or any(mark in template for mark in OTHER):
+    if "tools" not in template or OTHER in template:
         return None
     if tagged_call.FUNCTION in template:
         is_known = HERMES.open in template and tagged_call.PARAMETER in template
@@ -104,7 +107,9 @@ def _syntax(template: str) -> CallSyntax | None:
     if HERMES.open in template:
         return HERMES
     if MISTRAL.open in template:
-        return MISTRAL_NAMED if MISTRAL_NAMED.infix in template else MISTRAL
+        if MISTRAL_NAMED.infix not in template:
+            return MISTRAL
+        return MISTRAL_IDS if MISTRAL_IDS.id_mark in template else MISTRAL_NAMED
     is_llama = LLAMA.open in template or ("<|eot_id|>" in template and '"parameters"' in template)
     return LLAMA if is_llama else None
 
@@ -144,6 +149,9 @@ def grammar_of(form: Form, dialect: Dialect, special: Mapping[str, int]) -> str:
         rules.append("call: " + "\n  | ".join(calls))
         for rule in ("open", "close", "infix"):
             rules.append(f"{rule}: {_mark(getattr(syntax, rule), special)}")
+        if syntax.id_mark:
+            length = f"{{{syntax.id_length}}}"
+            rules.append(f"id: {_mark(syntax.id_mark, special)} /[a-zA-Z0-9]{length}/")
     if form.body is not None and not form.tools and form.thinking == "no":
         return form.body
     start = _before(form.thinking) + "(" + " | ".join(ways) + ")"
@@ -154,7 +162,7 @@ def grammar_of(form: Form, dialect: Dialect, special: Mapping[str, int]) -> str:
 
 def _call(syntax: CallSyntax, name: str, arguments: str) -> str:
     if syntax.infix:
-        return f"{_quote(name)} infix {arguments}"
+        return f"{_quote(name)} {'id ' if syntax.id_mark else ''}infix {arguments}"
     head = f'{{"name": {json.dumps(name)}, "{syntax.key}": '
     return f'{_quote(head)} {arguments} "}}"'
 

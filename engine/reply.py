@@ -16,6 +16,7 @@ Kind = Literal["reasoning", "content", "call", "arguments", "broken"]
 
 _SPACE = " \t\r\n"
 _STRING = r'("(?:[^"\\]|\\.)*")'
+_MAX_ID = 64  # characters
 _KEYS = ("name", "arguments", "parameters", "id", "type")
 _FIRST_KEY = re.compile(r"\{\s*" + _STRING)
 _NAME = re.compile(r'\{\s*"name"\s*:\s*' + _STRING)
@@ -159,19 +160,26 @@ class ReplyReader:
         elif syntax.is_tagged and self._held[0] == "<":
             self._object = TaggedCall(self._tools)
         elif syntax.infix:
-            return self._read_name(parts, syntax.infix)
+            return self._read_name(parts, syntax)
         elif self._held[0] == "{" and not syntax.is_tagged:
             self._object = _Object()
         else:
             self._end_section(parts)
         return True
 
-    def _read_name(self, parts: list[Part], infix: str) -> bool:
-        """Of a tool, and what stands between it and its arguments."""
-        name, mark, rest = self._held.partition(infix)
+    def _read_name(self, parts: list[Part], syntax: CallSyntax) -> bool:
+        """Of a tool, and what stands between it and its arguments; an id that the model gives a call
+        is left out."""
+        head, mark, rest = self._held.partition(syntax.infix)
+        name, id_mark, id = head.partition(syntax.id_mark) if syntax.id_mark else (head, "", "")
         rest = rest.lstrip(_SPACE)
-        is_begun = any((tool + infix).startswith(self._held) for tool in self._tools)
-        is_named = bool(mark) and name in self._tools
+        if id_mark and not mark:
+            id = id[: len(id) - _n_begun(id, syntax.infix)]
+        is_id = len(id) <= _MAX_ID and (not id or (id.isascii() and id.isalnum()))
+        is_named = bool(mark) and name in self._tools and is_id
+        behind = (syntax.infix, syntax.id_mark)
+        is_begun = any((tool + b).startswith(self._held) for tool in self._tools for b in behind)
+        is_begun = is_begun or (bool(id_mark) and not mark and name in self._tools and is_id)
         if is_named and rest.startswith("{"):
             self._raw += self._held[: len(self._held) - len(rest)]
             self._held, self._object = rest, _Object(name)

@@ -8,6 +8,7 @@ from cflow.engine.dialect import (
     HERMES,
     LLAMA,
     MISTRAL,
+    MISTRAL_IDS,
     MISTRAL_NAMED,
     QWEN_CODER,
     CallSyntax,
@@ -29,7 +30,7 @@ TEMPLATES = [
     ("{% if tools %}<function=f>{}</function>{% endif %}", None, False),
     ("{% if tools %}<tool_call>f<arg_key>{% endif %}", None, False),
     ("{{ tools }}[TOOL_CALLS]f[ARGS]{}", MISTRAL_NAMED, False),
-    ("{{ tools }}[TOOL_CALLS]f[CALL_ID]123456789[ARGS]{}", None, False),
+    ("{{ tools }}[TOOL_CALLS]f[CALL_ID]123456789[ARGS]{}", MISTRAL_IDS, False),
     ("<tool_call>", None, False),
     ("{{ messages }}", None, False),
 ]  # fmt: skip
@@ -43,6 +44,7 @@ MARKS = (
     "<|python_tag|>",
     "[TOOL_CALLS]",
     "[ARGS]",
+    "[CALL_ID]",
     "<think>",
     "</think>",
 )
@@ -111,13 +113,15 @@ WAYS = [
      '[TOOL_CALLS][{"name": "f", "arguments": {"x": 12}}, {"name": "g\\"", "arguments": {}}]'),
     (MISTRAL_NAMED, '[TOOL_CALLS]f[ARGS]{"x": 12}',
      '[TOOL_CALLS]f[ARGS]{"x": 12}[TOOL_CALLS]g"[ARGS]{}'),
+    (MISTRAL_IDS, '[TOOL_CALLS]f[CALL_ID]VvvODy9mT[ARGS]{"x": 12}',
+     '[TOOL_CALLS]f[CALL_ID]VvvODy9mT[ARGS]{"x": 12}[TOOL_CALLS]g"[CALL_ID]123456789[ARGS]{}'),
     (QWEN_CODER, '<tool_call>\n<function=f>\n<parameter=x>\n12\n</parameter>\n</function>\n</tool_call>',
      '\n<tool_call>\n<function=g">\n</function>\n</tool_call>'),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("syntax", "one", "more"), WAYS, ids=["hermes", "llama", "mistral", "named", "tagged"]
+    ("syntax", "one", "more"), WAYS, ids=["hermes", "llama", "mistral", "named", "ids", "tagged"]
 )
 def test_forced_calls_are_what_the_reader_reads(
     tokenizer: Any, syntax: CallSyntax, one: str, more: str | None

@@ -13,6 +13,7 @@ from cflow.engine.dialect import (
     HERMES,
     LLAMA,
     MISTRAL,
+    MISTRAL_IDS,
     MISTRAL_NAMED,
     QWEN_CODER,
     CallSyntax,
@@ -127,6 +128,15 @@ CASES: list[tuple[str, CallSyntax | None, Thinking, Read]] = [
     ("[TOOL_CALLS]other[ARGS]{}", MISTRAL_NAMED, "no", ("", "[TOOL_CALLS]other[ARGS]{}", [], [])),
     ("[TOOL_CALLS]f[ARG", MISTRAL_NAMED, "no", ("", "[TOOL_CALLS]f[ARG", [], [])),
     ("[TOOL_CALLS]f or g", MISTRAL_NAMED, "no", ("", "[TOOL_CALLS]f or g", [], [])),
+    ("[TOOL_CALLS]get_weather[CALL_ID]VvvODy9mT[ARGS]" + json.dumps(PARIS), MISTRAL_IDS, "no",
+     ("", "", [CALL], [])),
+    ("I.[TOOL_CALLS]f[CALL_ID]a1[ARGS]{}[TOOL_CALLS]f[ARGS]{}", MISTRAL_IDS, "no",
+     ("", "I.", [("f", "{}"), ("f", "{}")], [])),
+    ("[TOOL_CALLS]f[CALL_ID]a b[ARGS]{}", MISTRAL_IDS, "no",
+     ("", "[TOOL_CALLS]f[CALL_ID]a b[ARGS]{}", [], [])),
+    ("[TOOL_CALLS]f[CALL_ID]a1[AR", MISTRAL_IDS, "no", ("", "[TOOL_CALLS]f[CALL_ID]a1[AR", [], [])),
+    ("[TOOL_CALLS]other[CALL_ID]a1[ARGS]{}", MISTRAL_IDS, "no",
+     ("", "[TOOL_CALLS]other[CALL_ID]a1[ARGS]{}", [], [])),
     # Qwen3-Coder
     (tagged("f", x="1", note="a <b>\n</b>"), QWEN_CODER, "no",
      ("", "", [("f", '{"x": 1, "note": "a <b>\\n</b>"}')], [])),
@@ -220,13 +230,13 @@ PIECES = st.sampled_from(
     ["<tool_call>", "</tool_call>", "{", "}", '{"name": "f", "arguments": ', '{"x": 1}', '"', "\\",
      "\n", " ", "text", "[TOOL_CALLS]", "[", "]", ",", ";", "<|python_tag|>", "<think>", "</think>",
      '{"name": "f", "parameters": {}}', "<", "é",
-     "f[ARGS]", "<function=f>", "</function>", "<parameter=x>", "</parameter>"]
+     "f[ARGS]", "f[CALL_ID]", "a1", "[ARGS]", "<function=f>", "</function>", "<parameter=x>", "</parameter>"]
 )  # fmt: skip
 
 
 @given(
     st.lists(PIECES, max_size=12),
-    st.sampled_from([None, HERMES, LLAMA, MISTRAL, MISTRAL_NAMED, QWEN_CODER]),
+    st.sampled_from([None, HERMES, LLAMA, MISTRAL, MISTRAL_NAMED, MISTRAL_IDS, QWEN_CODER]),
     st.sampled_from(["no", "maybe", "begun"]),
     st.data(),
 )
