@@ -50,7 +50,7 @@ def _threads() -> Finding:
     if cores.quota and cores.quota.cpus < cores.physical:
         advice = f"the CPU quota in {cores.quota.source} is below the cores there are; raise it"
     elif cores.nodes > 1:
-        advice = "several memory nodes: bind the server to one, e.g. numactl -N 0 -m 0 cflow serve"
+        advice = f"several memory nodes: {machine.ONE_NODE}"
     return Finding("threads", f"{cores.threads} ({cores.reason})", advice)
 
 

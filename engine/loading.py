@@ -202,12 +202,15 @@ def _make_a_token(context: Context) -> None:
 
 
 def _thread_notes(threads: int, cores: machine.Cores) -> list[str]:
-    if cores.quota is None or threads <= max(1, cores.quota.cpus):
-        return []
-    return [
-        f"{threads} threads and a CPU quota of {cores.quota.cpus:g} ({cores.quota.source}): the kernel "
-        "will stop them in most periods; leave threads out"
-    ]
+    notes = []
+    if cores.nodes > 1:
+        notes.append(f"{cores.nodes} memory nodes: {machine.ONE_NODE}")
+    if cores.quota and threads > max(1, cores.quota.cpus):
+        notes.append(
+            f"{threads} threads and a CPU quota of {cores.quota.cpus:g} ({cores.quota.source}): the "
+            "kernel will stop them in most periods; leave threads out"
+        )
+    return notes
 
 
 def _memory_notes(model: Model) -> list[str]:

@@ -15,6 +15,7 @@ from cflow.engine.cgroup import CpuQuota, cpu_quota, memory_limits
 
 ROOT = Path("/")
 CPUS = "sys/devices/system/cpu"
+ONE_NODE = "bind the server to one, e.g. numactl -N 0 -m 0 cflow serve"
 
 
 @dataclass(frozen=True)

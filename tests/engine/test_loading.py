@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from cflow.engine import machine
+from cflow.engine.cgroup import CpuQuota
 from cflow.engine.config import EngineConfig
 from cflow.engine.errors import EngineError
 from cflow.engine.experts import ExpertBank, weight_bytes
-from cflow.engine.loading import Share, share_memory
+from cflow.engine.loading import Share, _thread_notes, share_memory
 from cflow.engine.native import Model, context_memory
 from oracles.random_model import RandomModel
 
@@ -98,6 +99,20 @@ def test_buffers_are_those_of_the_threads_that_there_will_be(
     monkeypatch.setattr(machine, "cores", lambda: cores)
     caches = [shared(5 * MIB, threads=threads).expert_cache for threads in (1, 32, None)]
     assert caches[0] > caches[1] == caches[2] > 0
+
+
+def test_threads_that_cannot_run_well_are_noted() -> None:
+    def notes(threads: int, **fields: Any) -> list[str]:
+        cores = machine.Cores(**{"threads": 1, "reason": "", "physical": 8, "nodes": 1} | fields)
+        return _thread_notes(threads, cores)
+
+    quota = CpuQuota(1.5, "the file")
+    assert notes(8, quota=None) == notes(1, quota=quota) == []
+    assert notes(1, quota=CpuQuota(0.5, "")) == []  # there have to be some
+    [spread] = notes(8, nodes=2, quota=None)
+    assert spread.startswith("2 memory nodes: bind")
+    [stopped] = notes(2, quota=quota)
+    assert "2 threads and a CPU quota of 1.5 (the file)" in stopped
 
 
 def test_a_cache_larger_than_memory_is_what_to_lower(shared: Shared, path: Path) -> None:
