@@ -89,10 +89,9 @@ static void visit_spans(cflow_ctx *ctx, uint32_t phase, span_visitor visit, void
 /* ---- sharing ---- */
 
 /* Each thread has a run of units of equal cost; one that is done takes from the others. So a thread
- * that the kernel has put aside delays the step by no more than what it holds. Of few rows, whose
- * weights come at the speed of memory, whole stripes are taken: parts of one come more slowly. */
+ * that the kernel has put aside delays the step by no more than what it holds. Whole stripes are
+ * taken: of parts, weights come more slowly, and each lays the rows of x out for itself. */
 
-enum { FEW_ROWS = 4 };
 enum { TURN_BITS = 64 - 2 * UNIT_BITS };
 
 static uint64_t pack(unsigned turn, uint32_t next, uint32_t end) {
@@ -173,7 +172,7 @@ static void begin_phase(cflow_ctx *ctx, uint32_t phase) {
         phase = s->n_phases;
     }
     s->n_units = all.units;
-    atomic_store(&s->grain, all.stripe && s->n_rows <= FEW_ROWS ? all.stripe : 1);
+    atomic_store(&s->grain, all.stripe ? all.stripe : 1);
     atomic_store(&s->units_done, 0);
     atomic_store(&s->phase, phase);
     if (phase < s->n_phases) {

@@ -44,9 +44,8 @@ static INLINE size_t x_row_of(const matmul_args *a, uint32_t i) {
     return a->x_rows ? (size_t)a->x_rows[i] : i;
 }
 
-static INLINE void pack(const activations *x, size_t row, uint32_t block, const form f,
-                        x_block *out) {
-    const size_t at = row * x->ld + (size_t)block * 32;
+/* The block of x that begins at its element `at`. */
+static INLINE void pack(const activations *x, size_t at, const form f, x_block *out) {
     const int32_t *sum = x->sum + at / 16;
     const float scale = x->scale[at / 32];
     for (int j = 0; j < 8; j++) out->q[j] = spread_four(x->q + at + 4 * j);
@@ -78,10 +77,12 @@ static INLINE void walk_rows(const matmul_args *a, const form f, void (*add)(con
                              uint32_t row, uint32_t m) {
     alignas(64) float acc[128 * BATCH];
     alignas(64) x_block x[BATCH];
+    size_t x_at[BATCH];
     const size_t end = a->first + a->n_groups;
     const size_t head_bytes = (size_t)a->stripe_groups * f.head;
     const size_t block_bytes = (size_t)a->stripe_groups * f.block;
     const size_t ahead = (AHEAD + block_bytes - 1) / block_bytes * block_bytes;
+    for (uint32_t i = 0; i < m; i++) x_at[i] = x_row_of(a, row + i) * a->x.ld;
     memset(acc, 0, sizeof *acc * a->n_groups * 16 * m);
     piece p = {.args = a, .head = a->stripe, .block = a->stripe, .row = row, .m = m, .x = x};
     for (uint32_t block = 0; block < a->n_blocks; block++) {
@@ -91,8 +92,7 @@ static INLINE void walk_rows(const matmul_args *a, const form f, void (*add)(con
             p.head = p.block;
             p.block += head_bytes;
         }
-        for (uint32_t i = 0; f.bias >= 0 && i < m; i++)
-            pack(&a->x, x_row_of(a, row + i), block, f, x + i);
+        for (uint32_t i = 0; f.bias >= 0 && i < m; i++) pack(&a->x, x_at[i] + block * 32, f, x + i);
         for (p.group = a->first; p.group < end; p.group += 2) {
             fetch(p.block + p.group * f.block, 2 * f.block, ahead);
 #pragma GCC unroll 4 /* so many with AVX2: rows become fixed distances */
