@@ -40,7 +40,7 @@ what {llvm_mca} makes of the inner loops ({machines}), data in the first-level c
 row, and of one row more. Valgrind knows no AVX-512."""
 
 ATTENTION = """\
-Attention, instructions for each head (four of 128 share keys and values) and 32 positions:"""
+Attention, instructions for each head (six of 128 share keys and values) and 32 positions:"""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def page(records: Records) -> str:
             cells += [f"{cycles[f'{isa} {encoding} {rows}']:,.0f}" for rows in ("1", "+1")]
         products.append(cells)
     attention = [
-        [kv, *(f"{count[f'{isa} attend_{kv} 4'] / 4:,.0f}" for isa in ("scalar", "avx2"))]
+        [kv, *(f"{count[f'{isa} attend_{kv} 6'] / 6:,.0f}" for isa in ("scalar", "avx2"))]
         for kv in ("f16", "q8")
     ]
     introduction = INTRODUCTION.format(

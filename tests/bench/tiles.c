@@ -8,7 +8,7 @@
 #include "arms.h"
 
 enum { TILES = 4, COLUMN_BLOCKS = 8 * TILES, MOST_ROWS = 8 };
-enum { POSITION_BLOCKS = 4, HEADS = 4, HEAD_DIM = 128 };
+enum { POSITION_BLOCKS = 4, HEADS = 6, HEAD_DIM = 128 };
 
 typedef struct {
     const kernels *k;
@@ -43,7 +43,7 @@ static void multiply(const kernels *k, const char *name, uint32_t encoding, uint
     measured(&(job){.k = k, .encoding = encoding, .product = &args});
 }
 
-/* Four heads that share keys and values. */
+/* Six heads that share keys and values, as in Qwen2.5-1.5B. */
 static void attend(const kernels *k, const char *name, cflow_kv_type type, const uint8_t *kv) {
     static float q[HEADS * HEAD_DIM], o[HEADS * HEAD_DIM], scratch[ATTEND_SCRATCH(HEADS, HEAD_DIM)];
     const uint8_t *blocks[POSITION_BLOCKS];
