@@ -34,7 +34,9 @@ PROFILES = """\
 ## Profiles
 
 Where the time of decode goes (`python -m bench.profile FILE.cflow`): the stages of a token by what they \
-compute, from an empty context on, medians of seven rounds, each between two probes of memory. Cycles are \
+compute, from an empty context on, medians of seven rounds, each between two probes of memory. A probe is \
+the best of its passes, decode is all that happens: beside the model stands the median probe, and in \
+brackets the median of passes alone. Cycles are \
 of one thread for a tile of 128 x 256 weights, by the time stamp counter; beside them what llvm-mca makes \
 of the inner loop out of the first-level cache ([kernels.md](kernels.md)), by the processor's own clock. \
 Idle: how long a thread waits in a stage for the others and for their call, in the mean."""
@@ -122,7 +124,7 @@ def _sweeps(sweeps: Mapping[str, Any]) -> str:
 
 def _profiles(profiles: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     for name, found in profiles.items():
-        probe = f"{name}, {found['probe_gb_s']:.1f} GB/s"
+        probe = f"{name}, {found['probe_gb_s']:.1f} ({found['pass_gb_s']:.1f}) GB/s"
         for row in profile.rows(found):
             yield probe, *row
             probe = ""

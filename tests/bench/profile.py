@@ -75,7 +75,8 @@ class Part:
 class Profile:
     threads: int
     bytes: int
-    probe_gb_s: float
+    probe_gb_s: float  # the best of some passes
+    pass_gb_s: float  # of one
     ms: float
     of_probe: float
     parts: list[Part]
@@ -136,7 +137,8 @@ def time_stamp_hz() -> float:
 class Round:
     """ns and idle_ns: (n_stages + 2,), of all its tokens."""
 
-    gb_s: float  # the probes beside it
+    gb_s: float  # the probes beside it, each the best of its passes
+    pass_gb_s: float  # a pass alone
     seconds: float
     ns: Any
     idle_ns: Any
@@ -156,7 +158,8 @@ def measure(model: Model, context: Context, threads: int, n: int, rounds: int) -
             pass
         seconds, took = time.perf_counter() - start, _times(context) - before
         last, probe = probe, native.probe_bandwidth(size, threads, PROBE_PASSES)
-        yield Round((last + probe) / 2e9, seconds, *took.T)
+        alone = native.probe_bandwidth(size, threads, 1)
+        yield Round((last + probe) / 2e9, alone / 1e9, seconds, *took.T)
 
 
 def profile(path: Path, threads: int, rounds: int) -> Profile:
@@ -172,6 +175,7 @@ def profile(path: Path, threads: int, rounds: int) -> Profile:
         threads,
         plan.bytes_per_token,
         float(np.median([r.gb_s for r in found])),
+        float(np.median([r.pass_gb_s for r in found])),
         float(np.median([r.seconds for r in found]) * 1e3 / n),
         float(np.median([plan.bytes_per_token * n / r.seconds / r.gb_s / 1e9 for r in found])),
         [_part(name, kind, threads, n, found) for name, kind in kinds.items()],
@@ -246,7 +250,8 @@ def main() -> None:
     if args.json:
         print(json.dumps(found))
         return
-    print(f"{args.model.name}: memory probe {found['probe_gb_s']:.1f} GB/s, {args.threads} threads")
+    probe = f"{found['probe_gb_s']:.1f} GB/s, {found['pass_gb_s']:.1f} a pass alone"
+    print(f"{args.model.name}: memory probe {probe}, {args.threads} threads")
     print(table(COLUMNS, rows(found)))
 
 
