@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import resource
 import signal
 import socket
 import ssl
@@ -27,6 +28,7 @@ from cflow.server.tls import load_certificate, read_certificate
 
 CLOSE_S = 5  # what connections get to end once all answers are over
 BACKLOG = 2048
+MOST_DESCRIPTORS = 1 << 16
 RETRY_S = 0.5
 PASSING = frozenset({"worker_died", "worker_stuck", "draining"})  # not the model's fault
 KEEP_ALIVE_S = 75  # longer than the 60 s idle limit of common proxies, which must close first
@@ -163,7 +165,17 @@ async def _load(engine: Engine, server: HttpServer, address: str) -> None:
             await asyncio.sleep(RETRY_S)
 
 
+def _allow_connections() -> None:
+    """The usual limit of 1,024 descriptors is less than may wait, and a connection beyond it is closed
+    without an answer; what is set as hard limit may be taken."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
 def serve(config: ServerConfig) -> None:
     """Serves until a signal. config.engine.model: a .cflow file."""
+    _allow_connections()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(config))

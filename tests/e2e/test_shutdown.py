@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
+import socket
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from running import Server, Stream, assert_failed, children_of, is_alive, wait_for
+
+from cflow.engine.hub import BUNDLED_FILE
 
 PATIENT = ("--drain-timeout", "300")  # what has to end well has the time to, on any machine
 
@@ -36,6 +41,26 @@ def test_never_ready_before_it_can_answer(start: Callable[..., Server]) -> None:
         assert response.json()["error"]["code"] == "loading"
         assert 1 <= int(response.headers["retry-after"]) <= 120
     assert ("ok", 503) not in seen
+
+
+def test_more_connections_than_the_usual_limit_are_taken() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (min(hard, 100), hard)
+    )  # what the server starts with
+    try:
+        server = Server(BUNDLED_FILE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    with ExitStack() as stack:
+        stack.callback(server.stop)
+        sockets = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+            for _ in range(120)
+        ]
+        for sock in sockets:
+            sock.sendall(b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert sock.recv(12) == b"HTTP/1.1 200"
 
 
 def test_running_streams_finish(start: Callable[..., Server]) -> None:
