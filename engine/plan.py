@@ -50,7 +50,7 @@ class Plan:
     layer_memory_bytes: int  # set aside for layers, part of resident_bytes; 0: they all stay
     layer_disk_bytes: int  # of layers, read by every step
     disk_bytes_per_token: float  # these, and what one stream reads of equally wanted experts
-    disk_gb_s: float | None  # direct reads of such pieces; None where there is nothing to read
+    disk_gb_s: float | None  # direct reads of such pieces, or the limit set; None where there is nothing to read
     problem: str | None  # why the model does not fit
     kv: str  # how keys and values are stored
     kv_bytes_per_token: int
@@ -184,7 +184,8 @@ def _probe_disk(
         return None
     if weights.budget:
         bank = pieces(model, weights.slot_bytes)
-    return probe_disk(path, bank, config.expert_reads) / 1e9
+    rate = probe_disk(path, bank, config.expert_reads)
+    return min(rate, config.expert_read_rate or rate) / 1e9
 
 
 def _stages(ops: list[OpInfo]) -> tuple[Stage, ...]:

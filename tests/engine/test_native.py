@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import os
 import time
 import weakref
 from collections.abc import Iterator
@@ -306,3 +307,13 @@ def test_values_come_by_name(path: Path) -> None:
         assert routed.shape == (EXPERTS["top_k"],)
         with pytest.raises(NativeError, match=r"L9\.q"):
             context.value("L9.q", 0)
+
+
+def test_a_probe_with_more_threads_than_cores_is_no_faster() -> None:
+    """Bounded by the processor time that its passes took, whoever else runs."""
+    n_bytes, passes = 64 << 20, 20
+    native.probe_bandwidth(n_bytes, 64, 1)  # what comes with the first one is not the passes'
+    before = time.process_time()
+    rate = native.probe_bandwidth(n_bytes, 64, passes)
+    a_pass_s = (time.process_time() - before) / passes
+    assert n_bytes / rate > a_pass_s / len(os.sched_getaffinity(0)) / 3

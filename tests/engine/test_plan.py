@@ -184,6 +184,19 @@ def test_threads_beyond_the_quota_run_part_of_the_time(
     assert found.predicted_decode_tok_s == share * 10e9 / found.bytes_per_token
 
 
+def test_a_limit_of_reads_is_the_speed_of_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = RandomModel([dict(EXPERTS)]).write(tmp_path / "m.cflow", "q8_0")
+    monkeypatch.setattr(native, "probe_bandwidth", lambda *_: 10e9)
+    monkeypatch.setattr(plan, "probe_disk", lambda *_: 3e6)
+    rates = [
+        planned(path, expert_cache="90%", expert_read_rate=rate).disk_gb_s
+        for rate in (None, 2_000_000, 4_000_000)
+    ]
+    assert rates == [0.003, 0.002, 0.003]
+
+
 def test_budgets_that_no_server_takes_have_no_plan(tmp_path: Path) -> None:
     path = RandomModel([dict(EXPERTS)]).write(tmp_path / "m.cflow", "q8_0")
     with pytest.raises(EngineError, match="1 bytes is the expert_cache, and at least"):
