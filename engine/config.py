@@ -39,7 +39,8 @@ class EngineConfig:
     speculation   "ngram": guesses at an answer's next tokens, from what it and its prompt repeat, are
                   checked several in a step where that is faster; answers are the same. Or "off".
     max_queue     answers that may wait beyond those that run.
-    max_step_ms   how long a step may get through prefill while others decode.
+    max_step_ms   how long a step may get through prefill while others decode; four times that while
+                  none do.
     stuck_s       a step without any progress for so long is taken as hung; the worker is replaced.
     """
 

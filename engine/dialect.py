@@ -19,8 +19,8 @@ Thinking = Literal["no", "maybe", "begun", "within"]  # when an answer begins; w
 @dataclass(frozen=True, slots=True)
 class CallSyntax:
     """A call is {"name": ..., key: {...}}; where there is an infix, it is name infix {...} instead, or
-    where there is an id_mark name id_mark id infix {...}; and where is_tagged, as tagged_call.py has it. single, several: how calls are written, in Lark over
-    the rules open, close, infix and call."""
+    where there is an id_mark name id_mark id infix {...}; and where is_tagged, as tagged_call.py has
+    it. single, several: how calls are written, in Lark over the rules open, close, infix and call."""
 
     key: str
     open: str

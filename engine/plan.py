@@ -54,9 +54,7 @@ class Plan:
     problem: str | None  # why the model does not fit
     kv: str  # how keys and values are stored
     kv_bytes_per_token: int
-    kv_positions: (
-        int  # over all sequences, in the memory that a server sets aside; 0 with a problem
-    )
+    kv_positions: int  # of all sequences, for which a server sets memory aside; 0 with a problem
     context: int  # of one sequence
     notes: tuple[str, ...]  # what does not fit as it is set
     available_bytes: int  # memory this machine can give

@@ -54,11 +54,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Disk:
-    """interval_s: at least, between the beginnings of two reads. read_s: of
-    records, one after the other, and again. wake_s: to wake
-    the reader, or whoever waits for it. late_s: by which a timer wakes the reader too late.
-    compute_speed: what compute keeps of its speed beside a read, since they share memory, and cores
-    where there are too few."""
+    """interval_s: at least, between the beginnings of two reads. read_s: of one record after the
+    other, and again from the first. wake_s: to wake the reader, or whoever waits for it. late_s: by
+    which a timer wakes the reader too late. compute_speed: what compute keeps of its speed beside a
+    read, since they share memory, and cores where there are too few."""
 
     interval_s: float
     read_s: Sequence[float]

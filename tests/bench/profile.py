@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import re
 import time
@@ -118,7 +119,7 @@ def kinds_of(model: Model, isa: str) -> dict[str, Kind]:
             kind.bytes += op.bytes
             for role in roles:
                 layer = layers[op.layer]
-                tiles.add(kind, layer.block, role, layer.top_k if role[:6] == "EXPERT" else 1)
+                tiles.add(kind, layer.block, role, layer.top_k if role.startswith("EXPERT") else 1)
     head = Kind([plan.n_stages, plan.n_stages + 1], plan.bytes_per_token - plan.layer_bytes)
     tiles.add(head, const.CFLOW_MODEL_LEVEL, "EMBEDDING" if model.header.tied else "HEAD")
     return {**found, HEAD: head}
@@ -187,7 +188,7 @@ def _part(name: str, kind: Kind, threads: int, n: int, rounds: list[Round]) -> P
     idle = np.array([r.idle_ns[kind.stages].sum() for r in rounds]) / 1e3 / n / threads
     probes = np.array([r.gb_s for r in rounds]) * 1e9
     took = float(np.median(seconds))
-    has_model = kind.tiles > 0 and kind.model_cycles == kind.model_cycles
+    has_model = kind.tiles > 0 and not math.isnan(kind.model_cycles)
     return Part(
         kind=name,
         stages=len(kind.stages),

@@ -170,7 +170,7 @@ def children_of(pid: int, module: str = "") -> list[int]:
             continue
         try:
             parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
-            command = (entry / "cmdline").read_text()
+            command = (entry / "cmdline").read_text(errors="replace")
         except (OSError, IndexError):
             continue
         if parent == pid and module in command:
