@@ -50,7 +50,7 @@ class Plan:
     layer_memory_bytes: int  # set aside for layers, part of resident_bytes; 0: they all stay
     layer_disk_bytes: int  # of layers, read by every step
     disk_bytes_per_token: float  # these, and what one stream reads of equally wanted experts
-    disk_gb_s: float | None  # direct reads of such pieces, or the limit set; None where there is nothing to read
+    disk_gb_s: float | None  # direct reads of such pieces, or the limit set; None: nothing to read
     problem: str | None  # why the model does not fit
     kv: str  # how keys and values are stored
     kv_bytes_per_token: int
