@@ -463,6 +463,8 @@ def read_seconds(before: TierStats, after: TierStats) -> tuple[float, ...]:
         for i, (old, new) in enumerate(zip(before.latencies, after.latencies, strict=True))
         for _ in range(new - old)
     ]
+    if not taken:
+        return (0.0,)  # all hits
     unit = mean_read_s(before, after) * len(taken) / sum(taken)
     return tuple(unit * seconds for seconds in random.Random(4).sample(taken, len(taken)))
 

@@ -138,6 +138,7 @@ def test_the_reads_of_a_histogram() -> None:
     before = counted(2, 5_000_000, c3=2)
     after = counted(6, 16_000_000, c3=5, c6=1)  # three, and one eight times as long: 11 ms
     assert sorted(overlap.read_seconds(before, after)) == pytest.approx([1e-3] * 3 + [8e-3])
+    assert overlap.read_seconds(after, after) == (0.0,)
 
 
 def test_the_least_recently_used_gives_way() -> None:
