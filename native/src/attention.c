@@ -135,8 +135,8 @@ static void prepare_head(const cflow_ctx *ctx, const cflow_layer *l, const float
 
 span kv_span(const cflow_ctx *ctx, const op *o) {
     const cflow_layer *l = model_layer(ctx->model, (uint32_t)o->layer);
-    return (span){ctx->step.n_rows * l->n_kv_heads,
-                  8ull * l->head_dim * (l->n_heads / l->n_kv_heads + 2)};
+    return (span){.units = ctx->step.n_rows * l->n_kv_heads,
+                  .cost = 8ull * l->head_dim * (l->n_heads / l->n_kv_heads + 2)};
 }
 
 static void kv_unit(const cflow_ctx *ctx, const op *o, uint32_t row, uint32_t head,
@@ -186,7 +186,8 @@ span attend_span(const cflow_ctx *ctx, const op *o) {
     const cflow_layer *l = model_layer(ctx->model, (uint32_t)o->layer);
     const uint32_t heads = heads_per_unit(l);
     const uint64_t positions = ctx->step.attended / ctx->step.n_rows + 1;
-    return (span){ctx->step.n_rows * (l->n_kv_heads / heads), 4 * heads * l->head_dim * positions};
+    return (span){.units = ctx->step.n_rows * (l->n_kv_heads / heads),
+                  .cost = 4 * heads * l->head_dim * positions};
 }
 
 static void attend_head(const cflow_ctx *ctx, const op *o, uint32_t row, uint32_t head,

@@ -17,7 +17,7 @@ static span span_of(const cflow_ctx *ctx, const op *o, uint32_t index) {
     const uint32_t m = ctx->step.n_rows;
     switch (o->kind) {
     case OP_COMBINE:
-        return (span){m, 8ull * ctx->model->header.d_model * (o->n_terms + 1)};
+        return (span){.units = m, .cost = 8ull * ctx->model->header.d_model * (o->n_terms + 1)};
     case OP_MATMUL:
         return matrix_span(o->pieces[index].w, m * matrix_unit_bytes(o->pieces[index].w));
     case OP_GATED:
@@ -28,7 +28,7 @@ static span span_of(const cflow_ctx *ctx, const op *o, uint32_t index) {
         return attend_span(ctx, o);
     case OP_SELECT:
     case OP_GUESS:
-        return (span){1, 1};
+        return (span){.units = 1, .cost = 1};
     case OP_EXPERT_GATED:
     case OP_EXPERT_DOWN:
         break;

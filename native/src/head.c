@@ -57,7 +57,7 @@ static uint32_t head_rows(const cflow_ctx *ctx, uint32_t batch, uint32_t *at) {
 span head_span(const cflow_ctx *ctx, uint32_t phase) {
     uint32_t at;
     if (phase % HEAD_PHASES == 0) return matrix_span(head_matrix(ctx->model), 1);
-    return (span){head_rows(ctx, phase / HEAD_PHASES, &at), 1};
+    return (span){.units = head_rows(ctx, phase / HEAD_PHASES, &at), .cost = 1};
 }
 
 void head_phase(cflow_ctx *ctx, uint32_t phase, uint32_t first, uint32_t end) {
