@@ -195,6 +195,6 @@ class GrammarChecker:
         return fault.decode()
 
     def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)  # none of these starts the jail again
         self._jail.close()
         self._close_file()
-        self._pool.shutdown(wait=False)

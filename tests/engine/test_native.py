@@ -292,6 +292,16 @@ def test_stage_times_add_up_to_the_steps(context: Context, model: Model) -> None
     assert 0 < sum(one.ns for one in times) <= took
 
 
+def test_a_thread_without_work_counts_as_idle(path: Path) -> None:
+    """Stages of one unit leave the second thread nothing, once it is awake."""
+    with opened(path, n_threads=2) as context:
+        for position in range(60_000):
+            context.step(rows([1], position % 32))
+            if any(one.idle_ns for one in context.stage_times):
+                return
+    raise AssertionError("no thread ever waited")
+
+
 def test_logits_are_a_copy(context: Context) -> None:
     first = step(context, rows([1]))[0]
     kept = first.copy()
