@@ -113,8 +113,8 @@ def overlap(
 ) -> None:
     """Measure what a delay of experts is worth when they come from disk, from the root of a checkout.
 
-    Writes docs/results/overlap.json and overlap.png. Takes 12 GB of memory, 3 GB of disk in build/
-    and ten minutes of a machine that has nothing else to do."""
+    Writes docs/results/overlap.json and overlap.png. Takes 17 GB of memory, 3 GB of disk in build/
+    and a quarter of an hour of a machine that has nothing else to do."""
     try:
         rate = read_limit(read_rate) if read_rate else None
     except ValueError as error:
