@@ -29,11 +29,6 @@ class Chunk(NamedTuple):
             return 0
         return max(0, min(self.n, self.sequence.n_prompt - 1 - self.first))
 
-    @property
-    def is_last(self) -> bool:
-        """The sequence's next token can be sampled from the last row."""
-        return self.first + self.n == len(self.sequence.tokens)
-
 
 @dataclass(slots=True)
 class Batch:

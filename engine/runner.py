@@ -64,9 +64,8 @@ def _append_rows(rows: list[Row], chunk: Chunk) -> None:
     n_scores = chunk.n_scores
     for p in range(first, first + n_scores):
         rows.append(Row(slot, tokens[p], p, ROW_SCORE, tokens[p + 1], n_top, n_experts))
+    sampled = len(tokens) - 1 if params.max_tokens else -1  # the next token comes from its logits
     for p in range(first + n_scores, first + n):
-        rows.append(Row(slot, tokens[p], p, 0, 0, 0, n_experts))
-    if chunk.is_last and params.max_tokens:
-        rows[-1] = rows[-1]._replace(flags=ROW_LOGITS)
+        rows.append(Row(slot, tokens[p], p, ROW_LOGITS if p == sampled else 0, 0, 0, n_experts))
     for p, guess in enumerate(chunk.guesses, first + n):
         rows.append(Row(slot, guess, p, ROW_LOGITS, 0, 0, n_experts))

@@ -135,10 +135,11 @@ class Scheduler:
         self._make_way()
         n_preempted = self.counters.preemptions
         self._add_decodes(batch)
-        room = self._pace.n_prefill_rows(batch.n_rows)
-        if self.counters.preemptions == n_preempted:
-            self._admit(batch, room)
-        self._add_prefills(batch, room)
+        if len(batch.chunks) < len(self._running) or self.n_waiting:
+            room = self._pace.n_prefill_rows(batch.n_rows)
+            if self.counters.preemptions == n_preempted:
+                self._admit(batch, room)
+            self._add_prefills(batch, room)
         return batch
 
     def _make_way(self) -> None:
@@ -315,7 +316,7 @@ class Scheduler:
         scores = iter(result.scores)
         any_failed = any(result.status)
         for chunk in batch.chunks:
-            chunk_scores = list(islice(scores, chunk.n_scores))
+            chunk_scores = list(islice(scores, chunk.n_scores)) if result.scores else []
             if any_failed and (row := _first_failure(result.status, chunk)) is not None:
                 # What it wrote may be wrong. Its blocks of this step are in no prefix cache yet, and
                 # those before it are right.

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import faulthandler
 import logging
-import math
 import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from heapq import heappop, heappush
 
 import msgspec
@@ -88,8 +85,7 @@ class Worker:
         self._n_requests = 0
         self._drain_deadline: float | None = None
         self._deadlines: list[tuple[float, int]] = []  # of requests, a heap; some have ended
-        self._in_step: frozenset[int] = frozenset()  # requests of the running step
-        self._step_deadline = math.inf  # when the last of them is past its own
+        self._in_step: dict[int, Request] = {}  # of the running step; replaced, never changed
         self._cancelled: set[int] = set()  # while it ran
         link.heartbeat = self._heartbeat
         link.on_cancel = self._cancel_step
@@ -124,15 +120,17 @@ class Worker:
 
     def _heartbeat(self) -> Heartbeat:
         """Also cuts a step short whose requests all are out of time."""
-        if self._in_step and time.monotonic() >= self._step_deadline:
+        deadlines = [request.submit.deadline for request in self._in_step.values()]
+        now = time.monotonic()
+        if deadlines and all(end is not None and end <= now for end in deadlines):
             self._loaded.context.cancel()
-        return Heartbeat(self._loaded.context.stage_count, bool(self._in_step))
+        return Heartbeat(self._loaded.context.stage_count, bool(deadlines))
 
     def _cancel_step(self, request_id: int) -> None:
         """Cuts the running step short if nobody waits for it any more. Should the next step be hit
         instead, it is made again."""
         self._cancelled.add(request_id)
-        if self._in_step and self._in_step <= self._cancelled:
+        if self._in_step and self._in_step.keys() <= self._cancelled:
             self._loaded.context.cancel()
 
     # ---- messages ----
@@ -226,9 +224,7 @@ class Worker:
         if batch.admitted:
             self._announce(batch)
         requests = {chunk.sequence.request.id: chunk.sequence.request for chunk in batch.chunks}
-        deadlines = (request.submit.deadline for request in requests.values())
-        self._step_deadline = max(math.inf if end is None else end for end in deadlines)
-        self._in_step = frozenset(requests)
+        self._in_step = requests
         try:
             self._run(batch)
         except Exception as error:
@@ -240,7 +236,7 @@ class Worker:
                 if self._scheduler.find(request.id):
                     self._fail(request, code, f"the step failed: {error}")
         finally:
-            self._in_step = frozenset()
+            self._in_step = {}
             self._cancelled.clear()
 
     def _run(self, batch: Batch) -> None:
@@ -293,9 +289,12 @@ class Worker:
         if choice.status:
             self._fail_row(sequence.request, choice.status)
         elif self._scheduler.find(sequence.request.id):
-            with self._failing(sequence.request):
+            try:
                 following = self._scheduler.take(draw, choice.token)
                 delta = self._accept(sequence, choice)
+            except EngineError as error:
+                self._fail_alone(sequence.request, error)
+            else:
                 deltas[sequence] = deltas[sequence] + delta if draw.n_right else delta
                 return following if delta.finish is None else None
         return None
@@ -306,18 +305,15 @@ class Worker:
         if not constrained:
             return draws
         for sequence in constrained:
-            with self._failing(sequence.request):
+            try:
                 sequence.prepare_mask()
+            except EngineError as error:
+                self._fail_alone(sequence.request, error)
         return [draw for draw in draws if self._scheduler.find(draw.sequence.request.id)]
 
-    @contextmanager
-    def _failing(self, request: Request) -> Iterator[None]:
-        """What is raised inside fails this request alone."""
-        try:
-            yield
-        except EngineError as error:
-            if self._scheduler.find(request.id):
-                self._fail(request, error.code, str(error))
+    def _fail_alone(self, request: Request, error: EngineError) -> None:
+        if self._scheduler.find(request.id):
+            self._fail(request, error.code, str(error))
 
     def _accept(self, sequence: Sequence, choice: Choice) -> Delta:
         is_last = sequence.grammar is not None and sequence.grammar.append(choice.token)
