@@ -60,7 +60,9 @@ def synth(
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same weights.")] = 0,
     order: ORDER = None,
 ) -> None:
-    """Write a model of a real shape with random weights, for sizing, load and fault tests."""
+    """Write a model of a real shape with random weights.
+
+    For sizing, load and fault tests."""
     from cflow.engine import synth as maker
 
     with byte_progress() as report:
@@ -80,8 +82,9 @@ def plan(
     engine: dict[str, Any],
     json: Json = False,
 ) -> None:
-    """Say what a model needs and how fast it will be here, before loading it: with the settings that
-    serve would take from flags and environment."""
+    """Say what a model needs and how fast it will be here.
+
+    Before loading it, and with the settings that serve would take from flags and environment."""
     from cflow.engine import hub
     from cflow.engine import plan as planner
 

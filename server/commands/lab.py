@@ -49,9 +49,10 @@ def train(
         str, typer.Option(help="cpu or cuda. Default: cuda where there is one.")
     ] = "",
 ) -> None:
-    """Train every arm and seed of CONFIG that OUT has no result of; a run that was stopped goes on.
+    """Train every arm and seed that has no result yet.
 
-    Start it twice with --threads 1 and two cores train two models: each run is done once."""
+    Those of CONFIG, into OUT; a run that was stopped goes on. Start it twice with --threads 1 and
+    two cores train two models: each run is done once."""
     with _lab():
         from cflow.engine.lab import train as trainer
 
@@ -73,7 +74,7 @@ def bundle(
     run: Annotated[Path, typer.Argument(help="The folder of a finished run of `cflow lab train`.")],
     out: Annotated[Path, typer.Argument(help="The .cflow file to write.")],
 ) -> None:
-    """Make the model `tinystories` that cflow brings out of a trained run."""
+    """Make the model `tinystories` of cflow out of a trained run."""
     from cflow.engine.lab.bundle import bundle as make
 
     make(run, out)
@@ -91,7 +92,9 @@ def claims(
         typer.Option(help="Measure the 17 GB models anew: a folder for them with 18 GB free."),
     ] = None,
 ) -> None:
-    """Measure what the design claims and write docs/claims.md, from the root of a checkout."""
+    """Measure what the design claims.
+
+    From the root of a checkout; writes docs/claims.md."""
     with _lab():
         from cflow.engine.lab import claims as claim_table
 
@@ -111,10 +114,11 @@ def overlap(
         str, typer.Option(help="Bound on reads, as 800M (a second). Default: what the disk holds.")
     ] = "",
 ) -> None:
-    """Measure what a delay of experts is worth when they come from disk, from the root of a checkout.
+    """Measure what a delay of experts from disk is worth.
 
-    Writes docs/results/overlap.json and overlap.png. Takes 17 GB of memory, 3 GB of disk in build/
-    and a quarter of an hour of a machine that has nothing else to do."""
+    From the root of a checkout. Writes docs/results/overlap.json and overlap.png. Takes 17 GB of
+    memory, 3 GB of disk in build/ and a quarter of an hour of a machine that has nothing else to
+    do."""
     try:
         rate = read_limit(read_rate) if read_rate else None
     except ValueError as error:
@@ -139,10 +143,11 @@ def overlap(
 
 @app.command()
 def storage() -> None:
-    """Measure layers from disk: both orders of the file, and prefetch hints, from the root of a checkout.
+    """Measure layers from disk.
 
-    Writes docs/results/storage.json. Needs the programs that `make claims` builds, 2.4 GB of disk in
-    build/ and three minutes of a machine that has nothing else to do."""
+    Both orders of the file, and prefetch hints; from the root of a checkout. Writes
+    docs/results/storage.json. Needs the programs that `make claims` builds, 2.4 GB of disk in build/
+    and three minutes of a machine that has nothing else to do."""
     with _lab():
         from cflow.engine.lab import results
         from cflow.engine.lab import storage as storages

@@ -43,7 +43,9 @@ def bench(
     ] = 0,
     json: Json = False,
 ) -> None:
-    """Measure prefill, decode and batched decode beside the memory bandwidth of this machine."""
+    """Measure how fast a model runs here.
+
+    Prefill, decode and batched decode, beside the memory bandwidth of this machine."""
     from cflow.engine import bench as bencher
 
     # Wrong settings are told before a long download.
@@ -121,7 +123,9 @@ def perplexity(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Score a text: windows of 512 tokens, no overlap, all but the first token of each."""
+    """Score a text with a model.
+
+    In windows of 512 tokens, without overlap; all but the first token of each count."""
     from cflow.engine import perplexity as scorer
 
     config = read_engine("", engine)  # before a long download, as above
@@ -143,7 +147,7 @@ def perplexity(
 
 
 def doctor(json: Json = False) -> None:
-    """Show what this machine offers and what stands in the way of speed."""
+    """Show what this machine offers, and what slows it down."""
     from cflow.engine import doctor as examiner
 
     findings = examiner.run()

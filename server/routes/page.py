@@ -7,6 +7,7 @@ from typing import Any
 
 from fastapi import APIRouter, HTTPException, Request, Response
 
+from cflow.server.auth import is_open
 from cflow.server.prompts import context_of
 from cflow.server.routes.health import state_of, version
 from cflow.server.service import Service, service_of
@@ -36,11 +37,12 @@ async def show_root(request: Request) -> Response:
     """The page where HTML is asked for, else where to go on."""
     if "text/html" in request.headers.get("accept", ""):
         return _file("index.html", "text/html")
+    paths = request.app.openapi()["paths"]
     body = {
         "name": "cflow",
         "version": version(),
         "model": service_of(request).engine.card.name,
-        "api": ["/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize"],
+        "api": [path for path in paths if not is_open(path)],
         "openapi": "/openapi.json",
     }
     return Response(encode(body), media_type="application/json", headers={"Vary": "Accept"})

@@ -78,6 +78,14 @@ def test_every_command_explains_itself() -> None:
         assert len(result.output.splitlines()) > 5
 
 
+@pytest.mark.parametrize("group", [[], ["lab"]])
+def test_help_is_whole_where_there_are_80_columns(group: list[str]) -> None:
+    """In the list of commands the first sentence of each, which a narrow place cuts with dots."""
+    text = runner.invoke(app, [*group, "--help"]).output
+    assert "Commands:" in text
+    assert "..." not in text.replace("[ARGS]...", "")
+
+
 @pytest.mark.parametrize("command", ["serve", "run", "chat"])
 def test_engine_flags_are_the_same_everywhere(command: str) -> None:
     text = runner.invoke(app, [command, "--help"]).output

@@ -6,6 +6,8 @@ import pytest
 from fake_engine import FakeEngine
 from live import Live, error_of
 
+from cflow.server.auth import is_open
+
 HTML = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
 FILES = ("/", "/web/page.css", "/web/page.js", "/web/icon.svg")
 
@@ -15,6 +17,14 @@ def test_root_is_a_page_for_browsers_and_json_for_programs(live: Live) -> None:
     assert page.headers["content-type"] == "text/html; charset=utf-8"
     assert "<title>cflow</title>" in page.text
     assert live.client.get("/").json()["model"] == "fake/model"
+
+
+def test_programs_are_told_all_there_is_to_call(live: Live) -> None:
+    said = live.client.get("/").json()
+    described = set(live.client.get(said["openapi"]).json()["paths"])
+    assert set(said["api"]) == {path for path in described if not is_open(path)}
+    assert {"/v1/chat/completions", "/v1/responses", "/detokenize"} <= set(said["api"])
+    assert len(set(said["api"])) == len(said["api"])
 
 
 @pytest.mark.parametrize("path", FILES)
