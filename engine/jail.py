@@ -98,8 +98,7 @@ def read_frame(stream: BinaryIO) -> bytes | None:
 
 def answer_jobs(prepare: Callable[[bytes], Callable[[bytes], bytes]], time_s: float) -> None:
     """The process's whole life. prepare: from the first frame to what answers each job."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # as in the worker
-        signal.signal(number, signal.SIG_IGN)
+    ignore_signals()
     stdin, stdout = sys.stdin.buffer, sys.stdout.buffer
     first = read_frame(stdin)
     if first is None:
@@ -111,6 +110,12 @@ def answer_jobs(prepare: Callable[[bytes], Callable[[bytes], bytes]], time_s: fl
         result = answer(job)
         signal.setitimer(signal.ITIMER_REAL, 0)
         write_frame(stdout, result)
+
+
+def ignore_signals() -> None:
+    """Terminals and service managers signal all processes; when to end is the front end's to say."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _limit_memory() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import faulthandler
 import logging
-import signal
 import socket
 import sys
 import time
@@ -20,6 +19,7 @@ from cflow.engine.batch import Advance, Batch, Draw
 from cflow.engine.config import EngineConfig
 from cflow.engine.constraint import Compiled, Constraint, Grammars
 from cflow.engine.errors import EngineError
+from cflow.engine.jail import ignore_signals
 from cflow.engine.link import Link
 from cflow.engine.loading import Load, Loaded, load
 from cflow.engine.messages import (
@@ -402,9 +402,7 @@ def _await_hello(link: Link) -> Hello:
 
 
 def main() -> None:
-    # Terminals and service managers signal all processes; when to end is the front end's to say.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    ignore_signals()
     faulthandler.enable()
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     sys.exit(serve(socket.socket(fileno=int(sys.argv[1])), load))
