@@ -93,7 +93,7 @@ def plan(
         found = planner.run_shape(config)
     else:
         found = planner.run(replace(config, model=str(_resolve_beside_shapes(model))))
-    print_json(found.to_json()) if json else _print_plan(found)
+    print_json(found.to_json()) if json else _print_plan(model, found)
 
 
 def _resolve_beside_shapes(model: str) -> Path:
@@ -106,11 +106,11 @@ def _resolve_beside_shapes(model: str) -> Path:
         raise NoModelError(f"{error}, nor a shape ({', '.join(shape_names())})") from None
 
 
-def _print_plan(plan: Plan) -> None:
+def _print_plan(model: str, plan: Plan) -> None:
     fits = "does NOT fit" if plan.problem else "fits"
     closed_form = int(plan.critical_path_closed_form_bytes)
     table(
-        plan.model,
+        model,
         [
             (
                 "weights in memory",

@@ -55,10 +55,10 @@ def bench(
         found = bencher.run(
             config, prompt=prompt, gen=gen, batch=batches, depth=depth, progress=report
         )
-    print_json(found.to_json()) if json else _print_bench(found)
+    print_json(found.to_json()) if json else _print_bench(model, found)
 
 
-def _print_bench(found: BenchResult) -> None:
+def _print_bench(model: str, found: BenchResult) -> None:
     share = f"{100 * found.fraction.median:.0f} % of {found.probe_gb_s:.1f} GB/s"
     rows = [
         ("prefill", f"{found.prefill.median:.1f} tokens/s ({found.prompt} tokens)"),
@@ -79,7 +79,7 @@ def _print_bench(found: BenchResult) -> None:
         rows += _expert_rows(found.experts)
     if found.layers:
         rows += _layer_rows(found.layers)
-    table(f"{found.model} ({found.quant})", rows)
+    table(f"{model} ({found.quant})", rows)
 
 
 def _expert_rows(tier: Tier) -> list[tuple[str, str]]:
@@ -143,7 +143,7 @@ def perplexity(
         ("settings", f"{found.precision}, KV in {found.kv}{deferred}"),
         ("speed", f"{found.tokens_per_s:.0f} tokens/s ({found.isa}, {found.threads} threads)"),
     ]
-    table(f"{found.model} ({found.quant})", rows)
+    table(f"{model} ({found.quant})", rows)
 
 
 def doctor(json: Json = False) -> None:

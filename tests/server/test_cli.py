@@ -156,6 +156,7 @@ def test_plan_of_a_file_and_of_its_shape_agree(
     assert sum(stage["bytes"] for stage in of_file["stage_list"]) == of_file["layer_bytes"]
     assert of_file.keys() >= {"barriers", "critical_path_bytes", "critical_path_closed_form_bytes"}
     output = " ".join(runner.invoke(app, ["plan", str(model)]).output.split())
+    assert str(model) in "".join(output.split())  # what was asked for, however it calls itself
     assert of_file["memory_limited_by"] == "test"
     for words in (
         "(test)",
