@@ -112,7 +112,7 @@ class Choices:
             if self._ask.logprobs is not None:
                 scores = logprobs or [None] * len(texts)  # time was over before it was scored
                 cut = [cut_top(entry, self._ask.logprobs) for entry in scores]
-                arrays = LegacyLogprobs(self._tokenizer, 0).prompt(texts, cut)
+                arrays = LegacyLogprobs(self._tokenizer, 0).prompt(prompt.ids, texts, cut)
             echo = self._echoes[index] = Echo("".join(texts), arrays, self._n)
         echo.n_left -= 1
         if not echo.n_left:

@@ -44,7 +44,8 @@ class Legacy(TypedDict):
 class TokenTexts:
     """What each token adds to a text, in characters: joined, the texts are the text.
 
-    A token that ends inside a character adds nothing; the one that completes it adds it.
+    A token that ends inside a character adds nothing; the one that completes it adds it. Nor does a
+    special token that is not shown.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -75,8 +76,12 @@ class LegacyLogprobs:
         self._texts = TokenTexts(tokenizer)
         self._offset = offset
 
-    def _add(self, out: Legacy, text: str, logprob: Logprob | None) -> None:
-        out["tokens"].append(text)
+    def _add(self, out: Legacy, token: int, text: str, logprob: Logprob | None) -> None:
+        """text: what the token adds. A special one that adds nothing is listed under its name."""
+        name = text
+        if not text and self._tokenizer.is_special(token):
+            name = token_name(self._tokenizer, token)
+        out["tokens"].append(name)
         out["text_offset"].append(self._offset)
         self._offset += len(text)
         if logprob is None:
@@ -84,21 +89,23 @@ class LegacyLogprobs:
             out["top_logprobs"].append(None)
             return
         out["token_logprobs"].append(_finite(logprob.logprob))
-        out["top_logprobs"].append(self._top(text, logprob))
+        out["top_logprobs"].append(self._top(name, logprob))
 
-    def _top(self, text: str, logprob: Logprob) -> dict[str, float]:
-        """The best, and the token itself under its own text, whatever else is spelled so."""
+    def _top(self, name: str, logprob: Logprob) -> dict[str, float]:
+        """The best, and the token itself as it is listed, whatever else is spelled so."""
         top: dict[str, float] = {}
         for token, value in logprob.top:
-            name = text if token == logprob.token else token_name(self._tokenizer, token)
-            top.setdefault(name, _finite(value))
-        top[text] = _finite(logprob.logprob)
+            spelled = name if token == logprob.token else token_name(self._tokenizer, token)
+            top.setdefault(spelled, _finite(value))
+        top[name] = _finite(logprob.logprob)
         return top
 
-    def prompt(self, texts: Iterable[str], logprobs: Iterable[Logprob | None]) -> Legacy:
+    def prompt(
+        self, ids: Iterable[int], texts: Iterable[str], logprobs: Iterable[Logprob | None]
+    ) -> Legacy:
         out = Legacy(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
-        for text, logprob in zip(texts, logprobs, strict=True):
-            self._add(out, text, logprob)
+        for token, text, logprob in zip(ids, texts, logprobs, strict=True):
+            self._add(out, token, text, logprob)
         return out
 
     def generated(self, logprobs: Sequence[Logprob], *, is_last: bool) -> Legacy:
@@ -106,7 +113,7 @@ class LegacyLogprobs:
         for i, logprob in enumerate(logprobs):
             is_end = is_last and i == len(logprobs) - 1
             text = self._texts.add(logprob.token, is_last=is_end, show_special=False)
-            self._add(out, text, logprob)
+            self._add(out, logprob.token, text, logprob)
         return out
 
 

@@ -352,10 +352,17 @@ class TestLogprobs:
     def test_offsets_count_in_the_returned_text(self, live: Live) -> None:
         found = choice(live, prompt="aé😸b", max_tokens=40, logprobs=0)
         arrays = found["logprobs"]
-        assert "".join(arrays["tokens"]) == found["text"]
-        for i, token in enumerate(arrays["tokens"]):
-            start = arrays["text_offset"][i]
+        assert "".join(arrays["tokens"]) == found["text"] + "</s>"
+        for token, start in zip(arrays["tokens"][:-1], arrays["text_offset"], strict=False):
             assert found["text"][start : start + len(token)] == token
+
+    def test_special_tokens_are_named_though_the_text_does_not_have_them(self, live: Live) -> None:
+        """As vLLM does it. They take no room in the text."""
+        live.engine.card.tokenizer.bos_id = BOS  # type: ignore[misc, attr-defined]
+        arrays = choice(live, prompt="ab", max_tokens=9, echo=True, logprobs=1)["logprobs"]
+        assert arrays["tokens"] == ["<s>", "a", "b", "A", "B", "</s>"]
+        assert arrays["text_offset"] == [0, 0, 1, 2, 3, 4]
+        assert arrays["top_logprobs"][-1]["</s>"] == arrays["token_logprobs"][-1]
 
     @pytest.mark.parametrize("max_tokens", [0, 1])
     @pytest.mark.parametrize("prompt", ["the cat", list(b"the cat"), "漢字 ü"])
@@ -382,10 +389,11 @@ class TestLogprobs:
         live.engine.card.tokenizer.bos_id = BOS  # type: ignore[misc, attr-defined]
         added = choice(live, prompt="ab", max_tokens=0, echo=True, logprobs=0)
         typed = choice(live, prompt="<s>ab", max_tokens=0, echo=True, logprobs=0)
-        assert added["text"] == "ab"
-        assert added["logprobs"]["tokens"] == ["", "a", "b"]
-        assert typed["text"] == "<s>ab"
-        assert typed["logprobs"]["tokens"] == ["<s>", "a", "b"]
+        assert (added["text"], typed["text"]) == ("ab", "<s>ab")
+        for found in (added, typed):
+            assert found["logprobs"]["tokens"] == ["<s>", "a", "b"]
+        assert added["logprobs"]["text_offset"] == [0, 0, 1]
+        assert typed["logprobs"]["text_offset"] == [0, 3, 4]
 
     def test_streamed_arrays_join_to_the_whole(self, live: Live) -> None:
         fields: dict[str, Any] = {"prompt": "né", "echo": True, "logprobs": 2, "n": 2}
