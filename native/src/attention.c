@@ -172,7 +172,11 @@ void kv_run(const cflow_ctx *ctx, const op *o, uint32_t first, uint32_t end, int
         kv_unit(ctx, o, u / heads, u % heads, ctx_scratch(ctx, thread));
 }
 
-/* ---- OP_ATTEND: one unit is one row and a few KV heads ---- */
+/* ---- OP_ATTEND: one unit is a row, or a part of one, and a few KV heads ---- */
+
+/* Positions are attended to in parts that begin at multiples of ATTEND_PART, each by itself, and
+ * what comes of them is put together in their order: the same floats whether one thread does a row
+ * or each of its parts another. */
 
 /* The fewest whose output is whole blocks of 32. */
 static uint32_t heads_per_unit(const cflow_layer *l) {
@@ -182,26 +186,148 @@ static uint32_t heads_per_unit(const cflow_layer *l) {
     return l->n_kv_heads;
 }
 
-span attend_span(const cflow_ctx *ctx, const op *o) {
-    const cflow_layer *l = model_layer(ctx->model, (uint32_t)o->layer);
-    const uint32_t heads = heads_per_unit(l);
-    const uint64_t positions = ctx->step.attended / ctx->step.n_rows + 1;
-    return (span){.units = ctx->step.n_rows * (l->n_kv_heads / heads),
-                  .cost = 4 * heads * l->head_dim * positions};
+static uint32_t head_sets(const cflow_layer *l) {
+    return l->n_kv_heads / heads_per_unit(l);
 }
 
-static void attend_head(const cflow_ctx *ctx, const op *o, uint32_t row, uint32_t head,
-                        uint8_t *scratch) {
-    const uint32_t layer = (uint32_t)o->layer;
+/* Of the layer that has the fewest. */
+static uint32_t fewest_sets(const cflow_model *model) {
+    uint32_t fewest = UINT32_MAX;
+    for (uint32_t i = 0; i < model->header.n_layers; i++) {
+        const uint32_t sets = head_sets(model_layer(model, i));
+        if (sets < fewest) fewest = sets;
+    }
+    return fewest;
+}
+
+/* ---- cutting rows ---- */
+
+static uint64_t n_parts(uint64_t positions) {
+    return (positions + ATTEND_PART - 1) / ATTEND_PART;
+}
+
+uint64_t attend_cuts(const cflow_model *model, const cflow_ctx_options *options) {
+    const uint64_t parts = n_parts((uint64_t)options->max_context);
+    const uint64_t units = (uint64_t)options->n_threads * CUT_UNITS * parts;
+    if (options->n_threads == 1 || parts == 1) return 0;
+    const uint64_t by_units = units / fewest_sets(model);
+    const uint64_t by_rows = (uint64_t)options->max_rows * parts;
+    return by_units < by_rows ? by_units : by_rows;
+}
+
+/* Rows of a prompt attend to ever more; taken from both ends in turn any run of them weighs the
+ * same. */
+static uint32_t fold(uint32_t i, uint32_t n) {
+    return i % 2 ? n - 1 - i / 2 : i / 2;
+}
+
+/* Rows are cut if the longest one would be a CUT_UNITS-th of what a thread does, or more. */
+void attend_divide(cflow_ctx *ctx) {
+    step *s = &ctx->step;
+    const uint32_t sets = fewest_sets(ctx->model), n = s->n_rows;
+    uint64_t longest = 0, all = 0;
+    for (uint32_t i = 0; i < n; i++) {
+        const uint64_t parts = n_parts((uint64_t)s->rows[i].position + 1);
+        if (longest < parts) longest = parts;
+        all += parts;
+    }
+    const uint64_t threads = (uint64_t)ctx->options.n_threads;
+    const int cuts = threads > 1 && longest > 1 && all * sets <= longest * CUT_UNITS * threads;
+    s->n_row_parts = 0;
+    for (uint32_t i = 0; i < n; i++) {
+        const uint32_t row = fold(i, n);
+        const uint32_t parts = cuts ? (uint32_t)n_parts((uint64_t)s->rows[row].position + 1) : 1;
+        for (uint32_t part = 0; part < parts; part++)
+            ctx->row_parts[s->n_row_parts++] = (row_part){row, part, parts};
+    }
+}
+
+span attend_span(const cflow_ctx *ctx, const op *o) {
+    const cflow_layer *l = model_layer(ctx->model, (uint32_t)o->layer);
+    const uint64_t positions = ctx->step.attended / ctx->step.n_row_parts + 1;
+    return (span){.units = ctx->step.n_row_parts * head_sets(l),
+                  .cost = 4 * heads_per_unit(l) * l->head_dim * positions};
+}
+
+/* ---- one part of one KV head ---- */
+
+/* What some positions give the query heads of a KV head: o (n, head_dim), m (n,), l (n,) as in
+ * attend_args. */
+typedef struct {
+    float *o, *m, *l;
+} partial;
+
+static size_t partial_floats(const cflow_layer *l) {
+    return round_up((size_t)(l->n_heads / l->n_kv_heads) * (l->head_dim + 2), 16);
+}
+
+static partial partial_at(const cflow_layer *l, float *at) {
+    const size_t n = l->n_heads / l->n_kv_heads;
+    return (partial){at, at + n * l->head_dim, at + n * (l->head_dim + 1)};
+}
+
+size_t attend_partial_bytes(const cflow_model *model) {
+    size_t most = 0;
+    for (uint32_t i = 0; i < model->header.n_layers; i++) {
+        const cflow_layer *l = model_layer(model, i);
+        const size_t floats = l->n_kv_heads * partial_floats(l);
+        if (most < floats) most = floats;
+    }
+    return most * sizeof(float);
+}
+
+/* Of the part and KV head of a row that is cut. */
+static partial kept_partial(const cflow_ctx *ctx, const cflow_layer *l, uint32_t at,
+                            uint32_t head) {
+    return partial_at(l, ctx->partials + ((size_t)at * l->n_kv_heads + head) * partial_floats(l));
+}
+
+/* Takes in what later positions give. */
+static void add_partial(const cflow_ctx *ctx, const cflow_layer *l, partial sum, partial add) {
+    for (uint32_t h = 0; h < l->n_heads / l->n_kv_heads; h++) {
+        const float m = sum.m[h] > add.m[h] ? sum.m[h] : add.m[h];
+        float a, b;
+        ctx->k.exp_shifted(sum.m + h, 1, m, &a);
+        ctx->k.exp_shifted(add.m + h, 1, m, &b);
+        a *= sum.l[h], b *= add.l[h];
+        sum.m[h] = m, sum.l[h] = a + b;
+        float *o = sum.o + h * l->head_dim;
+        ctx->k.scale_weight(o, a / sum.l[h], NULL, 0, l->head_dim, o);
+        ctx->k.add_scaled(o, add.o + h * l->head_dim, b / sum.l[h], l->head_dim, o);
+    }
+}
+
+typedef struct {
+    uint32_t first, end;
+} range;
+
+static range positions_of(const cflow_layer *l, const cflow_row *r) {
+    const uint32_t end = (uint32_t)r->position + 1;
+    return (range){l->window && end > l->window ? end - l->window : 0, end};
+}
+
+/* The parts that hold positions of a row. */
+static range parts_of(const cflow_layer *l, const cflow_row *r) {
+    const range p = positions_of(l, r);
+    return (range){p.first / ATTEND_PART, (p.end - 1) / ATTEND_PART + 1};
+}
+
+enum { PART_BLOCKS = ATTEND_PART / CFLOW_KV_BLOCK };
+
+static void attend_part(const cflow_ctx *ctx, const op *o, uint32_t row, uint32_t part,
+                        uint32_t head, partial out, float *scratch) {
+    const uint32_t layer = (uint32_t)o->layer, start = part * ATTEND_PART;
     const cflow_layer *l = model_layer(ctx->model, layer);
     const cflow_row *r = &ctx->step.rows[row];
-    const buffer *q = ctx_buffer(ctx, o->in[0]), *out = ctx_buffer(ctx, o->out[0]);
-    const uint32_t group = l->n_heads / l->n_kv_heads, end = (uint32_t)r->position + 1;
-    const uint32_t first = l->window && end > l->window ? end - l->window : 0;
+    const buffer *q = ctx_buffer(ctx, o->in[0]);
+    const range p = positions_of(l, r);
+    const uint32_t group = l->n_heads / l->n_kv_heads;
+    const uint32_t first = p.first > start ? p.first - start : 0;
+    const uint32_t end = p.end - start < ATTEND_PART ? p.end - start : ATTEND_PART;
     const int32_t *table = ctx->tables + (size_t)r->sequence * (size_t)ctx->max_blocks;
-    const uint8_t **blocks = (const uint8_t **)(void *)scratch;
+    const uint8_t *blocks[PART_BLOCKS];
     for (uint32_t b = first / CFLOW_KV_BLOCK; b * CFLOW_KV_BLOCK < end; b++)
-        blocks[b] = kv_head(ctx, layer, table[b], head);
+        blocks[b] = kv_head(ctx, layer, table[part * PART_BLOCKS + b], head);
     ctx->k.attend(&(attend_args){
         .q = q->f + row * q->ld + head * group * l->head_dim,
         .blocks = blocks,
@@ -211,37 +337,84 @@ static void attend_head(const cflow_ctx *ctx, const op *o, uint32_t row, uint32_
         .end = end,
         .scale = l->attention_scale,
         .kv_type = (cflow_kv_type)ctx->options.kv_type,
-        .o = out->f + row * out->ld + head * group * l->head_dim,
-        .scratch =
-            (float *)(void *)(scratch + round_up((size_t)ctx->max_blocks * sizeof *blocks, 64)),
+        .o = out.o,
+        .m = out.m,
+        .l = out.l,
+        .scratch = scratch,
     });
 }
 
-/* Rows of a prompt attend to ever more; taken from both ends in turn any run of them weighs the
- * same. */
-static uint32_t fold(uint32_t i, uint32_t n) {
-    return i % 2 ? n - 1 - i / 2 : i / 2;
+/* ---- units ---- */
+
+static float *head_out(const cflow_ctx *ctx, const op *o, uint32_t row, uint32_t head) {
+    const cflow_layer *l = model_layer(ctx->model, (uint32_t)o->layer);
+    const buffer *out = ctx_buffer(ctx, o->out[0]);
+    return out->f + row * out->ld + (size_t)head * (l->n_heads / l->n_kv_heads) * l->head_dim;
+}
+
+/* All parts of a row, one after the other. */
+static void attend_row(const cflow_ctx *ctx, const op *o, uint32_t row, uint32_t head,
+                       float *scratch) {
+    const cflow_layer *l = model_layer(ctx->model, (uint32_t)o->layer);
+    const range parts = parts_of(l, &ctx->step.rows[row]);
+    const partial add = partial_at(l, scratch + partial_floats(l));
+    float *rest = scratch + 2 * partial_floats(l);
+    partial sum = partial_at(l, scratch);
+    sum.o = head_out(ctx, o, row, head);
+    attend_part(ctx, o, row, parts.first, head, sum, rest);
+    for (uint32_t part = parts.first + 1; part < parts.end; part++) {
+        attend_part(ctx, o, row, part, head, add, rest);
+        add_partial(ctx, l, sum, add);
+    }
+}
+
+/* Part `at` of all parts; 1 if the row's other parts are done too, and with them the row. */
+static int attend_cut(const cflow_ctx *ctx, const op *o, uint32_t at, range heads, float *scratch) {
+    const cflow_layer *l = model_layer(ctx->model, (uint32_t)o->layer);
+    const row_part *p = &ctx->row_parts[at];
+    const range parts = parts_of(l, &ctx->step.rows[p->row]);
+    const uint32_t row_at = at - p->part;
+    if (p->part >= parts.first)
+        for (uint32_t h = heads.first; h < heads.end; h++)
+            attend_part(ctx, o, p->row, p->part, h, kept_partial(ctx, l, at, h), scratch);
+    atomic_uint *done = &ctx->parts_done[(size_t)row_at * l->n_kv_heads + heads.first];
+    if (atomic_fetch_add(done, 1) + 1 < p->n_parts) return 0;
+    atomic_store(done, 0);
+    for (uint32_t h = heads.first; h < heads.end; h++) {
+        const partial first = kept_partial(ctx, l, row_at + parts.first, h);
+        const size_t n = (size_t)(l->n_heads / l->n_kv_heads) * l->head_dim;
+        const partial sum = {head_out(ctx, o, p->row, h), first.m, first.l};
+        memcpy(sum.o, first.o, n * sizeof *sum.o);
+        for (uint32_t part = parts.first + 1; part < parts.end; part++)
+            add_partial(ctx, l, sum, kept_partial(ctx, l, row_at + part, h));
+    }
+    return 1;
 }
 
 void attend_run(const cflow_ctx *ctx, const op *o, uint32_t first, uint32_t end, int thread) {
     const cflow_layer *l = model_layer(ctx->model, (uint32_t)o->layer);
-    const uint32_t heads = heads_per_unit(l), n_rows = ctx->step.n_rows;
-    const uint32_t width = heads * (l->n_heads / l->n_kv_heads) * l->head_dim;
+    const uint32_t n = heads_per_unit(l), width = n * (l->n_heads / l->n_kv_heads) * l->head_dim;
+    float *scratch = ctx_scratch(ctx, thread);
     for (uint32_t u = first; u < end; u++) {
-        const uint32_t row = fold(u % n_rows, n_rows), head = u / n_rows * heads;
-        for (uint32_t i = 0; i < heads; i++)
-            attend_head(ctx, o, row, head + i, ctx_scratch(ctx, thread));
-        buffer_finish(ctx, ctx_buffer(ctx, o->out[0]), row, u / n_rows * width, width);
+        const uint32_t at = u % ctx->step.n_row_parts, set = u / ctx->step.n_row_parts;
+        const range heads = {set * n, (set + 1) * n};
+        const row_part *p = &ctx->row_parts[at];
+        if (p->n_parts == 1)
+            for (uint32_t h = heads.first; h < heads.end; h++)
+                attend_row(ctx, o, p->row, h, scratch);
+        else if (!attend_cut(ctx, o, at, heads, scratch))
+            continue;
+        buffer_finish(ctx, ctx_buffer(ctx, o->out[0]), p->row, set * width, width);
     }
 }
 
-size_t attend_scratch(const cflow_model *model, int32_t max_blocks) {
+size_t attend_scratch(const cflow_model *model) {
     size_t most = 0;
     for (uint32_t i = 0; i < model->header.n_layers; i++) {
         const cflow_layer *l = model_layer(model, i);
         const size_t floats =
-            ATTEND_SCRATCH(l->n_heads / l->n_kv_heads, l->head_dim) + 2 * l->head_dim;
+            2 * partial_floats(l) + ATTEND_SCRATCH(l->n_heads / l->n_kv_heads, l->head_dim);
         if (most < floats) most = floats;
     }
-    return round_up((size_t)max_blocks * sizeof(uint8_t *), 64) + most * sizeof(float);
+    return most * sizeof(float);
 }

@@ -106,7 +106,7 @@ static size_t max_of(size_t a, size_t b) {
 /* The most any kind of unit needs of a thread's scratch. */
 static size_t scratch_bytes(const cflow_ctx *ctx) {
     const size_t gated = 2 * GATED_ROWS * STRIPE_UNITS * UNIT * sizeof(float);
-    size_t bytes = max_of(gated, attend_scratch(ctx->model, ctx->max_blocks));
+    size_t bytes = max_of(gated, attend_scratch(ctx->model));
     bytes = max_of(bytes, sample_scratch((int32_t)ctx->model->header.vocab_size) * sizeof(float));
     for (uint32_t i = 0; i < ctx->model->header.n_layers; i++)
         bytes = max_of(bytes, model_layer(ctx->model, i)->n_experts * 5 * sizeof(float));
@@ -136,6 +136,17 @@ static void lay_tier(cflow_ctx *ctx, layout *l) {
     if (m->tier) ctx->wanted = take(l, most_wanted(m), sizeof *ctx->wanted + 1);
 }
 
+static void lay_parts(cflow_ctx *ctx, layout *l) {
+    const cflow_model *m = ctx->model;
+    const size_t cuts = attend_cuts(m, &ctx->options);
+    size_t heads = 0;
+    for (uint32_t i = 0; i < m->header.n_layers; i++)
+        heads = max_of(heads, model_layer(m, i)->n_kv_heads);
+    ctx->row_parts = take(l, max_of(cuts, (size_t)ctx->options.max_rows), sizeof *ctx->row_parts);
+    ctx->partials = take(l, cuts, attend_partial_bytes(m));
+    ctx->parts_done = take(l, cuts * heads, sizeof *ctx->parts_done);
+}
+
 static void lay_rest(cflow_ctx *ctx, layout *l) {
     const cflow_ctx_options *o = &ctx->options;
     const size_t sequences = (size_t)o->max_sequences, rows = (size_t)o->max_rows;
@@ -152,6 +163,7 @@ static void lay_rest(cflow_ctx *ctx, layout *l) {
     ctx->logit_of_row = take(l, rows, sizeof *ctx->logit_of_row);
     ctx->step.logit_rows = take(l, rows, sizeof *ctx->step.logit_rows);
     ctx->step.score_rows = take(l, rows, sizeof *ctx->step.score_rows);
+    lay_parts(ctx, l);
     lay_tier(ctx, l);
     ctx->shares = take(l, (size_t)o->n_threads, sizeof *ctx->shares);
     ctx->times = take(l, ctx->model->plan->n_stages + 2, sizeof *ctx->times);
@@ -174,7 +186,8 @@ static cflow_status check_option(int ok, const char *name, int32_t given, const 
     return ok ? CFLOW_OK : fail(err, CFLOW_EINVAL, "%s is %d; it must be %s", name, given, want);
 }
 
-static uint64_t most_units(const cflow_model *m, const op *o, uint64_t rows) {
+static uint64_t most_units(const cflow_model *m, const cflow_ctx_options *options, const op *o) {
+    const uint64_t rows = (uint64_t)options->max_rows;
     const cflow_role role = o->kind == OP_EXPERT_DOWN ? CFLOW_EXPERT_DOWN : CFLOW_EXPERT_GATE;
     uint64_t units = 0;
     switch (o->kind) {
@@ -186,8 +199,10 @@ static uint64_t most_units(const cflow_model *m, const op *o, uint64_t rows) {
     case OP_GATED:
         return matrix_units(o->gate);
     case OP_KV:
-    case OP_ATTEND:
         return rows * model_layer(m, (uint32_t)o->layer)->n_kv_heads;
+    case OP_ATTEND:
+        return max_of(rows, attend_cuts(m, options)) *
+               model_layer(m, (uint32_t)o->layer)->n_kv_heads;
     case OP_SELECT:
     case OP_GUESS:
         return 1;
@@ -202,18 +217,19 @@ static uint64_t most_units(const cflow_model *m, const op *o, uint64_t rows) {
 }
 
 /* The units of a phase are counted in UNIT_BITS bits. */
-static cflow_status check_units(const cflow_model *m, uint64_t rows, cflow_error *err) {
+static cflow_status check_units(const cflow_model *m, const cflow_ctx_options *options,
+                                cflow_error *err) {
     const plan *p = m->plan;
     for (uint32_t phase = 0; phase < 2 * p->n_stages; phase++) {
         uint64_t units = 0;
         uint32_t i, end;
         for (phase_ops(p, phase, &i, &end); i < end; i++)
-            if (phase_has(&p->ops[i], phase)) units += most_units(m, &p->ops[i], rows);
+            if (phase_has(&p->ops[i], phase)) units += most_units(m, options, &p->ops[i]);
         if (units >> UNIT_BITS)
             return fail(err, CFLOW_EINVAL,
-                        "max_rows is %llu; stage %u (%s) then has %llu pieces of work, at most %d "
+                        "max_rows is %d; stage %u (%s) then has %llu pieces of work, at most %d "
                         "can be counted",
-                        (unsigned long long)rows, phase / 2, p->ops[p->first_op[phase / 2]].name,
+                        options->max_rows, phase / 2, p->ops[p->first_op[phase / 2]].name,
                         (unsigned long long)units, (1 << UNIT_BITS) - 1);
     }
     return CFLOW_OK;
@@ -241,7 +257,7 @@ static cflow_status check_options(const cflow_model *m, const cflow_ctx_options 
     if (!s)
         s = check_option(kv >= CFLOW_KV_F16 && kv <= CFLOW_KV_Q8, "kv_type", kv, "a cflow_kv_type",
                          err);
-    if (!s) s = check_units(m, (uint64_t)o->max_rows, err);
+    if (!s) s = check_units(m, o, err);
     if (!s && m->as_f32)
         s = check_option(kv == CFLOW_KV_F32, "kv_type", kv, "f32 where weights are held as f32",
                          err);

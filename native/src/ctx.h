@@ -11,10 +11,12 @@
 
 enum {
     UNIT = 32, /* outputs of the smallest piece of work on a matrix: one block of activations */
-    STRIPE_UNITS = 4, /* most units of a stripe */
-    GATED_ROWS = 64,  /* rows whose gate and up outputs a thread holds at once */
-    SCORE_ROWS = 32,  /* rows whose logits are held at once for scoring */
-    UNIT_BITS = 24    /* a phase has fewer units than this many bits count */
+    STRIPE_UNITS = 4,   /* most units of a stripe */
+    GATED_ROWS = 64,    /* rows whose gate and up outputs a thread holds at once */
+    SCORE_ROWS = 32,    /* rows whose logits are held at once for scoring */
+    ATTEND_PART = 1024, /* positions, a multiple of a KV block: the floats depend on it */
+    CUT_UNITS = 4,      /* a thread's units of attention, below which rows are cut into parts */
+    UNIT_BITS = 24      /* a phase has fewer units than this many bits count */
 };
 
 typedef struct {          /* an expert that some row chose, in one layer */
@@ -55,9 +57,14 @@ typedef struct { /* why a row failed: its layer, the record, TIER_OK where it di
     tier_result result;
 } row_fault;
 
+typedef struct { /* what a unit of OP_ATTEND has of a row: a part, or with n_parts 1 all of it */
+    uint32_t row, part, n_parts;
+} row_part;
+
 typedef struct {
     const cflow_row *rows;
     uint32_t n_rows;
+    uint32_t n_row_parts;
     int32_t *row_status;
     cflow_score *scores;
     int32_t *logit_rows; /* (n_logits,) rows that keep their logits */
@@ -101,11 +108,14 @@ struct cflow_ctx {
     float *logits;      /* (max_sequences, vocab_ld) */
     float *score_logits; /* (SCORE_ROWS, vocab_ld) */
     size_t vocab_ld;
-    int32_t *logit_of_row;  /* (max_rows,) row of logits, -1: none */
-    uint32_t *wanted;       /* where experts are on disk: what a wave waits for */
-    cflow_row_usage *usage; /* (max_rows,) and the next where any weights are on disk */
-    row_fault *faults;      /* (max_rows,) */
-    uint8_t *scratch;       /* (n_threads, scratch_bytes) */
+    int32_t *logit_of_row;   /* (max_rows,) row of logits, -1: none */
+    row_part *row_parts;     /* (max_rows or attend_cuts,) the parts of a row in their order */
+    float *partials;         /* (attend_cuts, KV heads, ..) */
+    atomic_uint *parts_done; /* (attend_cuts, KV heads) at a row's first part; 0 between phases */
+    uint32_t *wanted;        /* where experts are on disk: what a wave waits for */
+    cflow_row_usage *usage;  /* (max_rows,) and the next where any weights are on disk */
+    row_fault *faults;       /* (max_rows,) */
+    uint8_t *scratch;        /* (n_threads, scratch_bytes) */
     size_t scratch_bytes;
     share *shares;     /* (n_threads,) */
     stage_time *times; /* (n_stages + 2,) */
@@ -169,7 +179,12 @@ span kv_span(const cflow_ctx *ctx, const op *o);
 void kv_run(const cflow_ctx *ctx, const op *o, uint32_t first, uint32_t end, int thread);
 span attend_span(const cflow_ctx *ctx, const op *o);
 void attend_run(const cflow_ctx *ctx, const op *o, uint32_t first, uint32_t end, int thread);
-size_t attend_scratch(const cflow_model *model, int32_t max_blocks);
+size_t attend_scratch(const cflow_model *model);
+/* Which rows of this step are cut, and into what. */
+void attend_divide(cflow_ctx *ctx);
+/* The most parts that a step's rows are cut into, and what is kept of one. */
+uint64_t attend_cuts(const cflow_model *model, const cflow_ctx_options *options);
+size_t attend_partial_bytes(const cflow_model *model);
 void select_run(cflow_ctx *ctx, const op *o, int thread);
 void guess_run(cflow_ctx *ctx, const op *o, int thread);
 /* index: of the experts that are in the op now. */

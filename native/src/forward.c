@@ -316,6 +316,7 @@ static cflow_status begin_step(cflow_ctx *ctx, const cflow_row *rows, int32_t n_
         s->logit_rows[s->n_logits++] = i;
     }
     if (s->n_scores && !scores) return fail(err, CFLOW_EINVAL, "SCORE rows but nowhere for scores");
+    attend_divide(ctx);
     return CFLOW_OK;
 }
 

@@ -46,6 +46,7 @@ typedef struct {
     float scale;
     cflow_kv_type kv_type;
     float *o;       /* (n_heads, head_dim) */
+    float *m, *l;   /* (n_heads,) the largest score, the sum of exp(score - m) */
     float *scratch; /* ATTEND_SCRATCH(n_heads, head_dim) floats */
 } attend_args;
 #define ATTEND_SCRATCH(n_heads, head_dim) ((size_t)(n_heads) * ((head_dim) + 64))
@@ -91,7 +92,8 @@ typedef struct {
      *   l = fma(l, c, 16-lane sum of (w[p] + w[p+16]));
      *   o[d] = o[d] * c, then for p from first to end
      *   o[d] = fma(w[p] (q8: * V scale[p]), V[p][d], o[d])
-     * and last o[d] / l. f16 and bf16 widen exactly. */
+     * and last o[d] / l. f16 and bf16 widen exactly. m and l stay for whoever puts this together
+     * with other positions. */
     void (*attend)(const attend_args *args);
 
     /* max over x; NaN if any is NaN; a zero is +0. */

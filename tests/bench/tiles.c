@@ -46,6 +46,7 @@ static void multiply(const kernels *k, const char *name, uint32_t encoding, uint
 /* Six heads that share keys and values, as in Qwen2.5-1.5B. */
 static void attend(const kernels *k, const char *name, cflow_kv_type type, const uint8_t *kv) {
     static float q[HEADS * HEAD_DIM], o[HEADS * HEAD_DIM], scratch[ATTEND_SCRATCH(HEADS, HEAD_DIM)];
+    static float m[HEADS], l[HEADS];
     const uint8_t *blocks[POSITION_BLOCKS];
     for (size_t i = 0; i < POSITION_BLOCKS; i++) blocks[i] = kv;
     printf("%s %s %d %d\n", k->isa, name, HEADS, POSITION_BLOCKS);
@@ -58,6 +59,8 @@ static void attend(const kernels *k, const char *name, cflow_kv_type type, const
                                                 .scale = 1,
                                                 .kv_type = type,
                                                 .o = o,
+                                                .m = m,
+                                                .l = l,
                                                 .scratch = scratch}});
 }
 

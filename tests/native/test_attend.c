@@ -6,7 +6,7 @@
 typedef struct {
     attend_args args;
     uint32_t n_blocks;
-    float *q, *o, *scratch;
+    float *q, *o, *m, *l, *scratch;
     double *k, *v; /* (positions, head_dim), as stored */
     uint8_t **blocks;
 } problem;
@@ -67,6 +67,8 @@ static problem make_problem(cflow_kv_type type, uint32_t n_heads, uint32_t head_
     problem p = {.n_blocks = (end + 31) / 32};
     p.q = exact(n_q * sizeof(float));
     p.o = exact(n_q * sizeof(float));
+    p.m = exact(n_heads * sizeof(float));
+    p.l = exact(n_heads * sizeof(float));
     p.scratch = exact(ATTEND_SCRATCH(n_heads, head_dim) * sizeof(float));
     p.k = exact(p.n_blocks * 32 * (size_t)head_dim * sizeof(double));
     p.v = exact(p.n_blocks * 32 * (size_t)head_dim * sizeof(double));
@@ -81,6 +83,8 @@ static problem make_problem(cflow_kv_type type, uint32_t n_heads, uint32_t head_
                            .scale = 1 / sqrtf((float)head_dim),
                            .kv_type = type,
                            .o = p.o,
+                           .m = p.m,
+                           .l = p.l,
                            .scratch = p.scratch};
     for (uint32_t b = first / 32; b < p.n_blocks; b++) fill_block(&p, b, state);
     return p;
@@ -88,7 +92,8 @@ static problem make_problem(cflow_kv_type type, uint32_t n_heads, uint32_t head_
 
 static void free_problem(problem *p) {
     for (uint32_t b = 0; b < p->n_blocks; b++) free(p->blocks[b]);
-    free(p->blocks), free(p->q), free(p->o), free(p->scratch), free(p->k), free(p->v);
+    free(p->blocks), free(p->q), free(p->o), free(p->m), free(p->l), free(p->scratch), free(p->k),
+        free(p->v);
 }
 
 static double score(const problem *p, uint32_t h, uint32_t position) {
@@ -110,6 +115,8 @@ static void check_against_softmax(const problem *p) {
             total += w;
             for (size_t d = 0; d < a->head_dim; d++) o[d] += w * p->v[i * (size_t)a->head_dim + d];
         }
+        CHECK(fabs(p->m[h] - largest) < 1e-4, "m is %f, not %f", (double)p->m[h], largest);
+        CHECK(fabs(p->l[h] / total - 1) < 1e-4, "l is %f, not %f", (double)p->l[h], total);
         for (size_t d = 0; d < a->head_dim; d++) {
             const double got = p->o[h * a->head_dim + d];
             CHECK(fabs(got - o[d] / total) < 1e-4, "type %d head %u o[%zu] is %f, not %f",
@@ -129,12 +136,16 @@ static void test_attend(uint32_t round, const kernels *tables, int n_tables) {
     if (round % 16 > 12) p.q[below(&state, (uint32_t)n)] = round % 16 == 13 ? NAN : INFINITY;
     tables[0].attend(&p.args);
     if (round % 16 <= 12) check_against_softmax(&p);
-    float *want = exact(n * sizeof *want);
+    float *want = exact((n + 2 * n_heads) * sizeof *want);
     memcpy(want, p.o, n * sizeof *want);
+    memcpy(want + n, p.m, n_heads * sizeof *want);
+    memcpy(want + n + n_heads, p.l, n_heads * sizeof *want);
     for (int i = 1; i < n_tables; i++) {
         memset(p.o, 0xff, n * sizeof *p.o);
         tables[i].attend(&p.args);
         check_same(want, p.o, n, "attend", tables[i].isa);
+        check_same(want + n, p.m, n_heads, "largest score", tables[i].isa);
+        check_same(want + n + n_heads, p.l, n_heads, "sum", tables[i].isa);
     }
     free(want);
     free_problem(&p);

@@ -175,12 +175,8 @@ static INLINE void attend_all(const attend_args *a, const attend_state *s, cflow
 static void attend(const attend_args *a) {
     const size_t n_heads = a->n_heads, stride = ((size_t)a->head_dim + LANES - 1) / LANES * LANES;
     float *w = a->scratch + n_heads * stride;
-    const attend_state s = {.o = a->scratch,
-                            .w = w,
-                            .m = w + n_heads * 32,
-                            .l = w + n_heads * 33,
-                            .c = w + n_heads * 34,
-                            .o_stride = stride};
+    const attend_state s = {
+        .o = a->scratch, .w = w, .m = a->m, .l = a->l, .c = w + n_heads * 32, .o_stride = stride};
     memset(s.o, 0, n_heads * stride * sizeof *s.o);
     for (size_t h = 0; h < n_heads; h++) s.m[h] = -INFINITY, s.l[h] = 0;
     if (a->kv_type == CFLOW_KV_F16) attend_all(a, &s, CFLOW_KV_F16);

@@ -344,16 +344,17 @@ static void add_values(const attend_args *a, uint32_t start, const float *w, flo
 
 static void attend(const attend_args *a) {
     for (uint32_t h = 0; h < a->n_heads; h++) {
-        float m = -INFINITY, l = 0, w[32], pairs[16];
+        float w[32], pairs[16], *m = a->m + h, *l = a->l + h;
         float *o = a->o + (size_t)h * a->head_dim;
+        *m = -INFINITY, *l = 0;
         for (uint32_t d = 0; d < a->head_dim; d++) o[d] = 0;
         for (uint32_t start = a->first / 32 * 32; start < a->end; start += 32) {
-            const float c = weigh(a, a->q + (size_t)h * a->head_dim, start, w, &m);
+            const float c = weigh(a, a->q + (size_t)h * a->head_dim, start, w, m);
             for (int i = 0; i < 16; i++) pairs[i] = w[i] + w[i + 16];
-            l = fmaf(l, c, fold16(pairs));
+            *l = fmaf(*l, c, fold16(pairs));
             add_values(a, start, w, c, o);
         }
-        for (uint32_t d = 0; d < a->head_dim; d++) o[d] /= l;
+        for (uint32_t d = 0; d < a->head_dim; d++) o[d] /= *l;
     }
 }
 

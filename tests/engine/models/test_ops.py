@@ -52,6 +52,19 @@ def test_ops_of_the_f32_path(tmp_path: Path) -> None:
     check_ops(model.write(tmp_path / "model.cflow", "q4_0"), as_f32=True)
 
 
+def test_a_context_of_several_parts(tmp_path: Path) -> None:
+    """Positions are attended to in parts of 1,024, here three, that one thread or several compute; the
+    window begins inside of one."""
+    prompt = [(i * i + 5 * i + 2) % VOCAB_SIZE for i in range(2300)]
+    layers = [LAYERS[0], LAYERS[1] | {"window": 700}]
+    path = RandomModel(layers, d_model=80).write(tmp_path / "model.cflow")
+    with running.opened(path, as_f32=True, max_context=2304, n_sequences=1) as context:
+        chunks = running.logits(context, prompt[:-1])
+        alone = running.step(context, running.rows(prompt[-1:], first=len(prompt) - 1))
+    want = Forward(ModelFile(path), prompt).logits
+    assert running.relative_error(np.concatenate([chunks, alone]), want).max() < 1e-5
+
+
 @pytest.mark.parametrize(
     ("kv_type", "bound"), [("f32", 1e-6), ("f16", 1.5e-3), ("bf16", 1e-2), ("q8", 3e-2)]
 )
