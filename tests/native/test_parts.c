@@ -138,8 +138,11 @@ static cflow_ctx_options options_of(int n_threads, cflow_kv_type type) {
                                .keep_values = 1};
 }
 
-static cflow_ctx *open_ctx(const cflow_model *model, int n_threads, cflow_kv_type type) {
-    const cflow_ctx_options options = options_of(n_threads, type);
+/* isa NULL: the best. */
+static cflow_ctx *open_ctx(const cflow_model *model, int n_threads, cflow_kv_type type,
+                           const char *isa) {
+    cflow_ctx_options options = options_of(n_threads, type);
+    options.isa = isa;
     cflow_ctx *ctx = NULL;
     cflow_error err = {{0}};
     CHECK(cflow_ctx_open(&ctx, model, &options, &err) == CFLOW_OK, "%s", err.text);
@@ -244,19 +247,19 @@ static void check_softmax(const cflow_ctx *ctx, int32_t sequence, uint32_t posit
 /* ---- */
 
 static void parts_do_not_show(const cflow_model *model, cflow_kv_type type) {
-    static const int threads[] = {2, 3, 16};
+    static const int threads[] = {2, 2, 3, 16}; /* the first by the plain loops */
     static found want[N_FOUND], got[N_FOUND];
     uint32_t parts[3];
-    cflow_ctx *one = open_ctx(model, 1, type);
+    cflow_ctx *one = open_ctx(model, 1, type, NULL);
     run(one, want, parts);
     CHECK(parts[0] == CHUNK && parts[1] == 1 && parts[2] == 3, "one thread cuts rows");
     check_softmax(one, 0, LAST, &want[CHUNK]);
     check_softmax(one, 2, 3, &want[CHUNK + 1]);
     check_softmax(one, 1, ATTEND_PART + 7, &want[CHUNK + 3]);
     cflow_ctx_close(one);
-    for (int i = 0; i < 3; i++) {
-        cflow_ctx *ctx = open_ctx(model, threads[i], type);
-        for (int round = 0; round < 3; round++) {
+    for (int i = 0; i < 4; i++) {
+        cflow_ctx *ctx = open_ctx(model, threads[i], type, i ? NULL : "scalar");
+        for (int round = 0; round < (i ? 3 : 1); round++) {
             run(ctx, got, parts);
             CHECK(same(want, got, N_FOUND), "KV %d, %d threads: other bits", type, threads[i]);
         }
@@ -274,7 +277,7 @@ static void what_is_no_number_spreads_alike(const cflow_model *model, cflow_kv_t
     const float infinite = INFINITY;
     uint32_t parts[3];
     for (int n_threads = 1; n_threads <= 3; n_threads++) {
-        cflow_ctx *ctx = open_ctx(model, n_threads, type);
+        cflow_ctx *ctx = open_ctx(model, n_threads, type, NULL);
         put(ctx, head_at(ctx, 0, 0, 0, at), 1, at, 2, 1, 1);
         if (type == CFLOW_KV_F32)
             memcpy(code_of(ctx, head_at(ctx, 0, 0, 1, other), 0, other, 0), &infinite, 4);
@@ -290,7 +293,7 @@ static void what_is_no_number_spreads_alike(const cflow_model *model, cflow_kv_t
 static void memory_is_bounded(const cflow_model *model) {
     cflow_ctx_options options = options_of(2, CFLOW_KV_F16);
     CHECK(attend_cuts(model, &options) == 16, "%d parts", (int)attend_cuts(model, &options));
-    cflow_ctx *ctx = open_ctx(model, 2, CFLOW_KV_F16);
+    cflow_ctx *ctx = open_ctx(model, 2, CFLOW_KV_F16, NULL);
     cflow_row rows[4] = {{0}};
     found out[4];
     for (int32_t i = 0; i < 4; i++) rows[i].position = LAST - 3 + i;
