@@ -78,7 +78,7 @@ def choose_cache(config: EngineConfig, bank: ExpertBank, room: int) -> int:
 
 def asked_cache(asked: int | str, bank: ExpertBank) -> int:
     """Bytes of an expert_cache that is set."""
-    return asked if isinstance(asked, int) else int(read_share(asked) * bank.n_bytes)
+    return asked if isinstance(asked, int) else round(read_share(asked) * bank.n_bytes)
 
 
 def _check_budget(config: EngineConfig, bank: ExpertBank, budget: int) -> None:

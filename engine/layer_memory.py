@@ -18,11 +18,11 @@ EVERYTHING = 1 << 60  # memory that holds any layers
 @dataclass(frozen=True, slots=True)
 class FixedWeights:
     """All weights but experts. n_bytes: of memory; budget: what is set aside for layers, 0: they all
-    stay; slot_bytes: of it for one."""
+    stay; layers: what that holds of them, None: they all stay."""
 
     n_bytes: int
     budget: int = 0
-    slot_bytes: int = 0
+    layers: LayerRecords | None = None
 
 
 def fix_weights(config: EngineConfig, model: Model, bank: ExpertBank) -> FixedWeights:
@@ -37,17 +37,13 @@ def fix_weights(config: EngineConfig, model: Model, bank: ExpertBank) -> FixedWe
     records = _records(config, bank, EVERYTHING)
     budget = config.weights_memory
     if isinstance(budget, str):
-        budget = int(read_share(budget) * records.n_records * records.slot_bytes)
+        budget = round(read_share(budget) * records.n_records * records.slot_bytes)
     if budget >= records.n_records * records.slot_bytes:
         return everything
     _check_budget(config, records, budget)
-    layers = budget // records.slot_bytes * records.slot_bytes
-    return FixedWeights(_apart_bytes(model) + layers, budget, records.slot_bytes)
-
-
-def step_bytes(config: EngineConfig, bank: ExpertBank, budget: int) -> int:
-    """What every step reads from disk at a budget that fix_weights gave."""
-    return _records(config, bank, budget).step_bytes if budget else 0
+    layers = _records(config, bank, budget)
+    n_bytes = _apart_bytes(model) + layers.n_slots * layers.slot_bytes
+    return FixedWeights(n_bytes, budget, layers)
 
 
 def pieces(model: Model, slot_bytes: int) -> ExpertBank:

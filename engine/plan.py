@@ -14,7 +14,7 @@ from cflow.engine.disk_probe import probe_disk
 from cflow.engine.errors import EngineError
 from cflow.engine.experts import ExpertBank, read_header
 from cflow.engine.kv_blocks import BLOCK
-from cflow.engine.layer_memory import FixedWeights, fix_weights, pieces, step_bytes
+from cflow.engine.layer_memory import FixedWeights, fix_weights, pieces
 from cflow.engine.loading import Share, kv_block_bytes, share_memory, threads_reason
 from cflow.engine.native import Model
 from cflow.engine.native_types import OpInfo
@@ -48,7 +48,9 @@ class Plan:
     expert_bytes: int  # what they take
     expert_cache_bytes: int  # memory for them, part of resident_bytes
     layer_memory_bytes: int  # set aside for layers, part of resident_bytes; 0: they all stay
-    layer_disk_bytes: int  # of layers, read by every step
+    layers_kept: int  # so many stay in it; 0, as the next two, where all do
+    layers_at_once: int  # of the others, which pass through it
+    layer_disk_bytes: int  # of the others, read by every step
     disk_bytes_per_token: float  # these, and what one stream reads of equally wanted experts
     disk_gb_s: float | None  # direct reads of such pieces, or the limit set; None: nothing to read
     problem: str | None  # why the model does not fit
@@ -104,7 +106,8 @@ def run(config: EngineConfig) -> Plan:
     share, problem = _share(config, model)
     cache, threads = share.expert_cache or bank.n_bytes, config.threads or cores.threads
     weights = fix_weights(config, model, bank)
-    layer_disk_bytes = step_bytes(config, bank, weights.budget)
+    layers = weights.layers
+    layer_disk_bytes = layers.step_bytes if layers else 0
     disk_bytes = layer_disk_bytes + _disk_bytes_per_token(model, bank, cache)
     return Plan(
         model=str(model.metadata.get("name") or path.stem),
@@ -119,6 +122,8 @@ def run(config: EngineConfig) -> Plan:
         expert_bytes=bank.n_bytes,
         expert_cache_bytes=cache,
         layer_memory_bytes=weights.budget,
+        layers_kept=layers.n_kept if layers else 0,
+        layers_at_once=layers.n_slots - layers.n_kept if layers else 0,
         layer_disk_bytes=layer_disk_bytes,
         disk_bytes_per_token=disk_bytes,
         disk_gb_s=_probe_disk(model, bank, config, weights) if disk_bytes else None,
@@ -180,8 +185,8 @@ def _probe_disk(
     path = Path(model.path)
     if path.stat().st_size < model.header.file_bytes:
         return None
-    if weights.budget:
-        bank = pieces(model, weights.slot_bytes)
+    if weights.layers:
+        bank = pieces(model, weights.layers.slot_bytes)
     rate = probe_disk(path, bank, config.expert_reads)
     return min(rate, config.expert_read_rate or rate) / 1e9
 

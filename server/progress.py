@@ -135,6 +135,8 @@ def _experts(ready: Ready) -> str:
         text += f"{ready.n_expert_slots} of {ready.n_experts} experts in "
         text += f"{ready.expert_bytes / 1e6:.0f} MB, {reads}, "
     if ready.n_layers:
-        text += f"{ready.n_layers_kept} of {ready.n_layers} layers in memory, "
-        text += f"{ready.layer_step_bytes / 1e6:.0f} MB of the others read in every step, "
+        text += f"{ready.n_layers_kept} of {ready.n_layers} layers stay in memory, the others pass "
+        text += f"through room for {ready.n_layer_slots - ready.n_layers_kept}, "
+        text += f"{ready.layer_bytes / 1e6:.0f} MB in all and "
+        text += f"{ready.layer_step_bytes / 1e6:.0f} MB read in every step, "
     return text

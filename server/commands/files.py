@@ -163,7 +163,8 @@ def _disk_rows(plan: Plan) -> list[tuple[str, str]]:
     rows = []
     if plan.layer_memory_bytes:
         text = (
-            f"{size(plan.layer_memory_bytes)} of memory, {size(plan.layer_disk_bytes)} a step read"
+            f"{size(plan.layer_memory_bytes)} of memory: {plan.layers_kept} stay, the others pass "
+            f"through room for {plan.layers_at_once}; {size(plan.layer_disk_bytes)} a step read"
         )
         rows.append(("layers", text))
     if plan.n_experts:

@@ -9,8 +9,8 @@ import pytest
 from cflow.engine import bench, native, plan
 from cflow.engine.config import EngineConfig
 from cflow.engine.errors import EngineError
-from cflow.engine.experts import ExpertBank, expert_options
-from cflow.engine.layer_memory import FixedWeights, fix_weights, pieces, step_bytes
+from cflow.engine.experts import ExpertBank, asked_cache, expert_options
+from cflow.engine.layer_memory import FixedWeights, fix_weights, pieces
 from cflow.engine.native import LayerRecords, Model
 from makefiles.shape_file import synth_model
 from oracles.model_file import ModelFile
@@ -41,7 +41,7 @@ def fixed(path: Path, **settings: Any) -> tuple[FixedWeights, int]:
     model = Model(str(path), header_only=True)
     bank = ExpertBank.of(model)
     weights = fix_weights(config, model, bank)
-    return weights, step_bytes(config, bank, weights.budget)
+    return weights, weights.layers.step_bytes if weights.layers else 0
 
 
 def test_without_a_word_all_layers_stay(path: Path, records: LayerRecords) -> None:
@@ -61,11 +61,19 @@ def test_a_budget_is_what_layers_take_beside_embedding_head_and_vectors(
     assert weights.n_bytes == apart + 8 * records.slot_bytes
     kept = 8 - records.n_least
     assert 0 < n_read <= (16 - kept) * records.slot_bytes
+    assert weights.layers is not None
+    assert (weights.layers.n_kept, weights.layers.n_slots) == (kept, 8)
     experts = expert_options(EngineConfig(model=str(path)), 0)
     loaded = Model(str(path), weights_memory=weights.budget, experts=experts)
     assert loaded.layer_records is not None
     assert loaded.layer_records.step_bytes == n_read
     assert loaded.memory.resident_bytes <= weights.n_bytes + 3 * MIB + 2 * 2 * MIB  # whole runs
+
+
+def test_a_share_is_not_rounded_below_itself() -> None:
+    """0.29 x 100 is 28.999999999999996."""
+    bank = ExpertBank(offsets=tuple(range(100)), record_bytes=4096, n_bytes=100 * 4096)
+    assert asked_cache("29%", bank) == 29 * 4096
 
 
 def test_pieces_to_measure_the_disk_with_are_of_the_bank_of_the_layers(
@@ -99,6 +107,7 @@ def test_a_plan_reckons_with_the_disk(
     weights, n_read = fixed(path, weights_memory="50%")
     assert (found.resident_bytes, found.layer_memory_bytes) == (weights.n_bytes, weights.budget)
     assert found.layer_disk_bytes == found.disk_bytes_per_token == n_read
+    assert (found.layers_kept, found.layers_at_once) == (8 - records.n_least, records.n_least)
     assert found.predicted_decode_tok_s == pytest.approx(1e6 / n_read)
     with pytest.raises(EngineError, match="weights_memory, and at least"):
         plan.run(EngineConfig(model=str(path), weights_memory=records.slot_bytes))

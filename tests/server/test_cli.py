@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_engine import READY
+from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from cflow.engine import catalogue, hub
@@ -22,6 +24,7 @@ from cflow.engine.config import EngineConfig
 from cflow.engine.errors import CflowError
 from cflow.engine.machine import Memory
 from cflow.engine.synth import SHAPES
+from cflow.server import progress
 from cflow.server.cli import app
 from cflow.server.options import ENGINE_FLAGS, read_engine
 
@@ -166,6 +169,18 @@ def test_plan_of_a_file_and_of_its_shape_agree(
         "sum over layers of max(attention",
     ):
         assert words in output
+
+
+def test_what_stays_of_layers_is_told() -> None:
+    """And that the memory asked for also holds those that come and go."""
+    ready = replace(
+        READY, n_layers=30, n_layers_kept=11, n_layer_slots=15, layer_bytes=63_000_000,
+        layer_step_bytes=62_000_000,
+    )  # fmt: skip
+    assert progress._experts(ready) == (
+        "11 of 30 layers stay in memory, the others pass through room for 4, 63 MB in all and 62 MB "
+        "read in every step, "
+    )
 
 
 def test_plan_of_a_name_is_of_the_model_where_that_is_here(
