@@ -205,16 +205,19 @@ class BenchResult:
 def run(
     config: EngineConfig,
     *,
-    prompt: int = 512,
+    prompt: int | None = None,
     gen: int = 128,
     batch: Sequence[int] = (1, 4, 16),
     depth: int = 0,
     runs: int = 3,
     progress: Report = silent,
 ) -> BenchResult:
-    """Loads the model of config and measures it, `runs` times each. depth: positions of a sequence
-    whose keys and values are there before prefill and decode begin."""
+    """Loads the model of config and measures it, `runs` times each. prompt: its tokens; None: 512, or
+    what the context holds behind depth. depth: positions of a sequence whose keys and values are
+    there before prefill and decode begin."""
     header = Model(config.model, header_only=True)
+    if prompt is None:
+        prompt = min(MAX_STEP_ROWS, max(header.header.context - depth, 1))
     _check(header, prompt, gen, batch, depth, runs)
     streams = max([1, *batch])
     probe_bytes = machine.beyond_caches(machine.memory().available // 2)  # as much is for the model

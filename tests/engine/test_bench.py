@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cflow.engine import bare, bench, native
+from cflow.engine import bare, bench, hub, native
 from cflow.engine.bench import Decoded, Runs, TierUse
 from cflow.engine.config import EngineConfig
 from cflow.engine.errors import CflowError, EngineError
@@ -117,6 +117,13 @@ def test_tokens_before_those_that_are_measured(
     layers = native.Model(str(path)).layers
     values = sum(2 * layer.n_kv_heads * layer.head_dim for layer in layers)
     assert result.to_json()["kv_bytes_per_token"] == 100 * values * position_bytes
+
+
+def test_the_default_prompt_fits_a_short_context() -> None:
+    """The bundled model's is 256."""
+    for depth, prompt in ((0, 256), (200, 56)):
+        result = bench.run(config(hub.BUNDLED_FILE), gen=1, batch=(), depth=depth, runs=1)
+        assert result.prompt == prompt
 
 
 def test_the_smallest_run(path: Path) -> None:
