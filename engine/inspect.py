@@ -7,6 +7,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
+from cflow.engine.errors import ModelError
 from cflow.engine.native import Model, const
 from cflow.engine.native_types import Header, Layer, Tensor
 
@@ -55,6 +56,7 @@ def describe(tensor: Tensor) -> dict[str, Any]:
 def run(path: Path) -> Inspection:
     """Opens and checks the file; ModelError names the part that is wrong."""
     model = Model(str(path), header_only=True)
+    check_whole(model)
     return Inspection(
         path=str(path),
         header=model.header,
@@ -62,6 +64,14 @@ def run(path: Path) -> Inspection:
         layers=_runs(model.layers),
         tensors=tuple(model.tensors),
     )
+
+
+def check_whole(model: Model) -> None:
+    """For who has read the header alone: ModelError where the file ends before its weights do."""
+    n_bytes, needed = Path(model.path).stat().st_size, model.header.file_bytes
+    if n_bytes < needed:
+        message = f"{model.path}: file is truncated: {n_bytes} bytes, its header says {needed}"
+        raise ModelError(message)
 
 
 def _runs(layers: list[Layer]) -> tuple[tuple[int, int, Layer], ...]:

@@ -13,6 +13,7 @@ from cflow.engine.config import EngineConfig
 from cflow.engine.disk_probe import probe_disk
 from cflow.engine.errors import EngineError
 from cflow.engine.experts import ExpertBank, read_header
+from cflow.engine.inspect import check_whole
 from cflow.engine.kv_blocks import BLOCK
 from cflow.engine.layer_memory import FixedWeights, fix_weights, pieces
 from cflow.engine.loading import Share, kv_block_bytes, share_memory, threads_reason
@@ -98,7 +99,14 @@ def is_shape(reference: str) -> bool:
 
 def run(config: EngineConfig) -> Plan:
     """The plan of a model file, next to this machine, as a server with these settings runs it, but
-    for the debugging precision. Measures memory bandwidth, and the disk where it counts: some seconds."""
+    for the debugging precision. Measures memory bandwidth, and the disk where it counts: some seconds.
+    ModelError for a file that is not whole."""
+    check_whole(read_header(config))
+    return _run(config)
+
+
+def _run(config: EngineConfig) -> Plan:
+    """Also of a header alone."""
     config = replace(config, precision="int8")
     path, model = Path(config.model), read_header(config)
     info, cores, memory = model.plan, machine.cores(), machine.memory()
@@ -148,7 +156,7 @@ def run_shape(config: EngineConfig) -> Plan:
     with tempfile.TemporaryDirectory(prefix="cflow-plan-") as folder:
         path = Path(folder) / f"{Path(config.model).stem}.cflow"
         synth_header(config.model, path)
-        return run(replace(config, model=str(path)))
+        return _run(replace(config, model=str(path)))
 
 
 def _probe_memory(available: int, threads: int) -> float:

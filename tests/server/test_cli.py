@@ -114,6 +114,15 @@ def test_inspect(model: Path) -> None:
     assert "4 heads of 16, 2 KV heads, dense 96" in text
 
 
+@pytest.mark.parametrize("command", ["inspect", "plan"])
+def test_a_file_that_is_cut_in_its_weights_is_told(model: Path, command: str) -> None:
+    n_bytes = model.stat().st_size
+    os.truncate(model, n_bytes - 1)
+    problem = runner.invoke(app, [command, str(model)]).exception
+    assert isinstance(problem, CflowError)
+    assert f"{n_bytes - 1} bytes, its header says {n_bytes}" in str(problem)
+
+
 def test_a_file_in_stage_order_is_inspected_and_run(shape: Path, model: Path) -> None:
     by_stage = shape.with_suffix(".vflow")
     assert (
