@@ -6,7 +6,8 @@ a + b n. With all weights in memory a is small, and rows are chosen to keep to t
 chunk that has to read experts from disk wants nearly all of them however small it is: a alone exceeds
 the limit. Then a chunk is made so large that its rows cost as much as it costs itself, and after it
 decodes go on alone for as long as it took. A step without decodes delays only who comes meanwhile, and
-may take four times the limit. The line lags behind: rows cost more the further on in a prompt they
+may take four times the limit; the first one of all, of which nothing is known, has few rows, but where
+weights come from disk for however few. The line lags behind: rows cost more the further on in a prompt they
 are, and other work on the machine comes and goes. So chunks are planned as if they took longer than
 the line says by as much as the last ones did.
 
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 WEIGHT = 0.2  # of the newest measurement
 ROW_WEIGHT = 0.05  # the same, in what a row takes
-UNKNOWN_ROWS = 64  # a chunk beside decodes before anything was measured
+UNKNOWN_ROWS = 64  # a chunk before anything was measured
 MIN_ROWS = 16  # prefill goes on, however slow
 LONE = 4.0  # limits that a step without decodes may take
 SPREAD = 0.1  # of sizes around their mean; with less they say nothing about the slope
@@ -29,9 +30,11 @@ FADING = 1 / 2000  # of what they tell, in a step: a trial in 500 steps
 
 
 class Pace:
-    def __init__(self, max_step_s: float, max_rows: int) -> None:
+    def __init__(self, max_step_s: float, max_rows: int, *, reads_disk: bool = False) -> None:
+        """reads_disk: some weights are not in memory."""
         self._max_step_s = max_step_s
         self._max_rows = max_rows
+        self._first_rows = max_rows if reads_disk else UNKNOWN_ROWS  # of a prompt alone
         self._decode_s = 0.0
         self._rows = _Line(ROW_WEIGHT)
         self._n_telling = 0.0  # steps that told what a row takes, old ones counting less
@@ -62,7 +65,9 @@ class Pace:
         """Of a step without decodes; all where much of what one takes does not hang on its rows."""
         most_s, chunk = LONE * self._max_step_s, self._chunk
         left_s = most_s - self._decode_s - chunk.fixed
-        if not chunk.slope or left_s < most_s / 2:
+        if not chunk.slope:
+            return self._first_rows
+        if left_s < most_s / 2:
             return self._max_rows
         return max(int(left_s / chunk.slope), MIN_ROWS)
 

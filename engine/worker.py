@@ -70,7 +70,11 @@ class Worker:
         self._link = link
         self._loaded = loaded
         ready = loaded.ready
-        self._pace = Pace(config.max_step_ms / 1000, config.max_step_tokens)
+        self._pace = Pace(
+            config.max_step_ms / 1000,
+            config.max_step_tokens,
+            reads_disk=bool(ready.n_experts or ready.n_layers),
+        )
         self._scheduler = Scheduler(
             n_blocks=ready.n_kv_blocks,
             max_sequences=config.max_sequences,

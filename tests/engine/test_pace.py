@@ -20,13 +20,23 @@ def test_alone_prefill_has_the_whole_step_or_four_times_the_limit() -> None:
     """Who comes during a step waits for its end."""
     assert measured(decode_s=0.1, row_s=0.001).n_prefill_rows(0) == 512
     assert abs(measured(decode_s=0.1, row_s=0.01).n_prefill_rows(0) - 90) <= 1
-    assert Pace(0.25, 512).n_prefill_rows(0) == 512
+
+
+@pytest.mark.parametrize("row_s", [0.02, 0.0003])
+def test_the_first_step_alone_is_small_and_teaches_the_next(row_s: float) -> None:
+    """512 rows of 20 ms would be ten seconds."""
+    pace = Pace(0.25, 512)
+    chunks = []
+    for _ in range(3):
+        chunks.append(pace.n_prefill_rows(0))
+        pace.observe(0, chunks[-1], row_s * chunks[-1])
+    assert chunks == [UNKNOWN_ROWS, *[min(512, round(1 / row_s))] * 2]
 
 
 @pytest.mark.parametrize("decode_s", [0.0, 0.8])
 def test_alone_what_costs_seconds_however_small_has_the_whole_step(decode_s: float) -> None:
     """As experts, or layers, that come from disk do. One small step is how it is found out."""
-    pace = Pace(0.25, 512)
+    pace = Pace(0.25, 512, reads_disk=True)
     if decode_s:
         pace.observe(1, 0, decode_s)
     chunks = []
