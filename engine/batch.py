@@ -42,9 +42,8 @@ class Batch:
     admitted: list[Sequence] = field(default_factory=list)
 
     def add(self, sequence: Sequence, n: int, guesses: tuple[int, ...] = ()) -> None:
-        chunk = Chunk(sequence, sequence.n_computed, n, self.n_rows, guesses)
-        self.chunks.append(chunk)
-        self.n_rows += chunk.n_rows
+        self.chunks.append(Chunk(sequence, sequence.n_computed, n, self.n_rows, guesses))
+        self.n_rows += n + len(guesses)
 
 
 class Draw(NamedTuple):

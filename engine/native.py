@@ -293,7 +293,7 @@ class Model:
         ends = struct.unpack_from(f"<{count}I", section, 4)
         flags, data = section[4 + 4 * count :][:count], section[4 + 5 * count :]
         starts = (0, *ends[:-1])
-        return TokenBytes([data[a:b] for a, b in zip(starts, ends, strict=True)], flags)
+        return TokenBytes((data[a:b] for a, b in zip(starts, ends, strict=True)), flags)
 
     @property
     def plan(self) -> PlanInfo:
@@ -496,13 +496,14 @@ class Context:
         n = len(rows)
         if n > self._max_rows:
             raise NativeError(const.Status.EINVAL, f"{n} rows in a step, at most {self._max_rows}")
+        n_scores = 0
         for i, row in enumerate(rows):
             _ROW.pack_into(self._row_bytes, i * _ROW.size, *row)
+            n_scores += bool(row.flags & const.CFLOW_ROW_SCORE)
         status = lib.cflow_ctx_step(
             self._handle, self._rows, n, self._status, self._scores, self._err
         )
         _check(status, self._err)
-        n_scores = sum(1 for row in rows if row.flags & const.CFLOW_ROW_SCORE)
         scores = [_score(self._scores[i]) for i in range(n_scores)]
         return StepResult(ffi.unpack(self._status, n), scores, self._usage(n))
 

@@ -6,7 +6,7 @@ compares their fields with it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -179,21 +179,12 @@ class LayerRecords:
     step_bytes: int
 
 
-class TokenBytes:
+class TokenBytes(list[bytes]):
     """The token-bytes table: what each token id spells, and which are special (never shown)."""
 
-    def __init__(self, tokens: list[bytes], flags: bytes) -> None:
-        self._tokens = tokens
+    def __init__(self, tokens: Iterable[bytes], flags: bytes) -> None:
+        super().__init__(tokens)
         self._flags = flags
-
-    def __len__(self) -> int:
-        return len(self._tokens)
-
-    def __getitem__(self, token: int) -> bytes:
-        return self._tokens[token]
-
-    def __iter__(self) -> Iterator[bytes]:
-        return iter(self._tokens)
 
     def is_special(self, token: int) -> bool:
         return bool(self._flags[token] & 1)

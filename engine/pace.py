@@ -127,9 +127,11 @@ class _Line:
         self._weight = weight
 
     def add(self, x: float, y: float) -> None:
-        w = self._weight
-        self.x, self._y = _mean(self.x, x, w), _mean(self._y, y, w)
-        self._xx, self._xy = _mean(self._xx, x * x, w), _mean(self._xy, x * y, w)
+        w = self._weight if self.slope else 1.0  # the first point is the mean
+        self.x += w * (x - self.x)
+        self._y += w * (y - self._y)
+        self._xx += w * (x * x - self._xx)
+        self._xy += w * (x * y - self._xy)
         through_zero = self._y / self.x
         variance = self._xx - self.x**2
         if variance > (SPREAD * self.x) ** 2:
@@ -139,5 +141,5 @@ class _Line:
         self.fixed = self._y - self.slope * self.x
 
 
-def _mean(old: float, new: float, weight: float = WEIGHT) -> float:
-    return old + weight * (new - old) if old else new
+def _mean(old: float, new: float) -> float:
+    return old + WEIGHT * (new - old) if old else new

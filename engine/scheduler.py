@@ -325,7 +325,8 @@ class Scheduler:
             if result.usage:
                 chunk.sequence.charge(result.usage[chunk.row : chunk.row + chunk.n_rows])
             chunk.sequence.request.prompt_scores += map(_logprob, chunk_scores)
-            self._advance_chunk(chunk, _sound_guesses(result.status, chunk), advance)
+            guesses = _sound_guesses(result.status, chunk) if any_failed else chunk.guesses
+            self._advance_chunk(chunk, guesses, advance)
         return advance
 
     def _advance_chunk(self, chunk: Chunk, guesses: tuple[int, ...], advance: Advance) -> None:

@@ -23,6 +23,7 @@ class Request:
     which are one."""
 
     __slots__ = (
+        "id",
         "is_counted",
         "is_prompt_done",
         "n_cached",
@@ -35,6 +36,7 @@ class Request:
 
     def __init__(self, submit: Submit, order: int) -> None:
         self.submit = submit
+        self.id = submit.request_id
         self.order = order
         self.turn = 0
         self.is_prompt_done = False
@@ -42,10 +44,6 @@ class Request:
         self.n_cached = 0  # prompt tokens that came from the prefix cache
         self.prompt_scores: list[Logprob] = []  # of prompt tokens 1, 2, ...
         self.sequences: list[Sequence] = []  # the choices that are not finished
-
-    @property
-    def id(self) -> int:
-        return self.submit.request_id
 
 
 class Sequence:
@@ -56,6 +54,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "_has_penalty",
         "_keys",
         "blocks",
         "choice",
@@ -95,6 +94,7 @@ class Sequence:
         self.transcript = transcript
         self.grammar = grammar  # what it must follow
         self.pick = _pick(request.submit.sampling, choice, self.n_prompt, eos_ids)
+        self._has_penalty = has_penalty(request.submit.sampling)
         self._keys: list[bytes] = []
 
     @property
@@ -128,7 +128,7 @@ class Sequence:
         pick.index = len(self.tokens) - self.n_prompt
         if pick.index == params.min_tokens and params.min_tokens:
             pick.bias_ids, pick.bias = _bias(params.logit_bias)
-        if has_penalty(params):
+        if self._has_penalty:
             pick.history = np.frombuffer(self.tokens, np.int32)
         return pick
 

@@ -251,12 +251,13 @@ class Worker:
         for request, row in advance.failed:
             self._fail_row(request, result.status[row], self._runner.row_error(row))
         deltas = self._sample(advance)
-        deltas += [self._end_scoring(sequence) for sequence in advance.done]
-        progress = _progress(batch)
+        deltas += map(self._end_scoring, advance.done)
+        n_prefill = batch.n_rows - batch.n_decodes
+        progress = _progress(batch) if n_prefill else ()
         if deltas or progress:
             self._link.send(Step(tuple(deltas), progress))
         seconds = time.perf_counter() - started
-        self._pace.observe(batch.n_decodes, batch.n_rows - batch.n_decodes, seconds)
+        self._pace.observe(batch.n_decodes, n_prefill, seconds)
         self._stats.count_step(seconds, sum(len(delta.tokens) for delta in deltas))
 
     def _announce(self, batch: Batch) -> None:
@@ -275,9 +276,8 @@ class Worker:
             self._fail(request, code, text)
 
     def _sample(self, advance: Advance) -> list[Delta]:
-        failed = {request.id for request, _ in advance.failed}
-        draws = [draw for draw in advance.draws if draw.sequence.request.id not in failed]
-        draws = self._with_masks(draws)
+        self._prepare_masks(advance.draws)
+        draws = [draw for draw in advance.draws if self._scheduler.find(draw.sequence.request.id)]
         deltas: dict[Sequence, Delta] = {}
         while draws:
             drawn = zip(draws, self._runner.sample(draws), strict=True)
@@ -303,17 +303,14 @@ class Worker:
                 return following if delta.finish is None else None
         return None
 
-    def _with_masks(self, draws: list[Draw]) -> list[Draw]:
+    def _prepare_masks(self, draws: list[Draw]) -> None:
         """Waits for the masks of those that have a grammar; fails whose cannot be made."""
-        constrained = [d.sequence for d in draws if d.sequence.grammar is not None]
-        if not constrained:
-            return draws
-        for sequence in constrained:
-            try:
-                sequence.prepare_mask()
-            except EngineError as error:
-                self._fail_alone(sequence.request, error)
-        return [draw for draw in draws if self._scheduler.find(draw.sequence.request.id)]
+        for draw in draws:
+            if draw.sequence.grammar is not None:
+                try:
+                    draw.sequence.prepare_mask()
+                except EngineError as error:
+                    self._fail_alone(draw.sequence.request, error)
 
     def _fail_alone(self, request: Request, error: EngineError) -> None:
         if self._scheduler.find(request.id):
