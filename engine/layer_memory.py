@@ -38,12 +38,12 @@ def fix_weights(config: EngineConfig, model: Model, bank: ExpertBank) -> FixedWe
     budget = config.weights_memory
     if isinstance(budget, str):
         budget = round(read_share(budget) * records.n_records * records.slot_bytes)
-    if budget >= records.n_records * records.slot_bytes:
+    apart_bytes = _apart_bytes(model)
+    if budget >= everything.n_bytes - apart_bytes:
         return everything
     _check_budget(config, records, budget)
     layers = _records(config, bank, budget)
-    n_bytes = _apart_bytes(model) + layers.n_slots * layers.slot_bytes
-    return FixedWeights(n_bytes, budget, layers)
+    return FixedWeights(apart_bytes + layers.n_slots * layers.slot_bytes, budget, layers)
 
 
 def pieces(model: Model, slot_bytes: int) -> ExpertBank:

@@ -48,7 +48,7 @@ def read_share_or_size(value: object) -> int | str:
     try:
         read_share(text)
     except ValueError:
-        raise ValueError("is neither a size such as 8GiB nor a percentage such as 25%") from None
+        raise ValueError("is neither a size such as 8GiB nor a percentage up to 100%") from None
     return text
 
 

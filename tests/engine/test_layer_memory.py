@@ -51,6 +51,19 @@ def test_without_a_word_all_layers_stay(path: Path, records: LayerRecords) -> No
     assert fixed(path, weights_memory=records.n_records * records.slot_bytes) == everything
 
 
+def test_places_that_take_more_than_all_layers_are_not_made(
+    path: Path, records: LayerRecords
+) -> None:
+    """They are of whole MiB, layers are not: ten of sixteen would take more than all layers."""
+    layers = 16 * (4 * 512 * 512 + 3 * 512 * 1536) // 32 * 18
+    assert 9 * records.slot_bytes < layers < 10 * records.slot_bytes
+    everything = fixed(path)
+    assert fixed(path, weights_memory=10 * records.slot_bytes) == everything
+    some, n_read = fixed(path, weights_memory=9 * records.slot_bytes)
+    assert some.n_bytes < everything[0].n_bytes
+    assert n_read > 0
+
+
 def test_a_budget_is_what_layers_take_beside_embedding_head_and_vectors(
     path: Path, records: LayerRecords
 ) -> None:
