@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from bench import profile
+from bench import stages
 from bench.rows import MADE, ROWS, Row
 from cflow.engine.lab.page import table
 
@@ -33,7 +33,7 @@ together, and their share of the ceiling."""
 PROFILES = """\
 ## Profiles
 
-Where the time of decode goes (`python -m bench.profile FILE.cflow`): the stages of a token by what they \
+Where the time of decode goes (`python -m bench.stages FILE.cflow`): the stages of a token by what they \
 compute, from an empty context on, medians of seven rounds, each between two probes of memory. A probe is \
 the best of its passes, decode is all that happens: beside the model stands the median probe, and in \
 brackets the median of passes alone. Cycles are \
@@ -85,7 +85,7 @@ def _sections(results: Mapping[str, Any]) -> Iterator[str]:
         yield _sweeps(sweeps)
     if results["profiles"]:
         yield PROFILES
-        yield table(("model", *profile.COLUMNS), _profiles(results["profiles"]))
+        yield table(("model", *stages.COLUMNS), _profiles(results["profiles"]))
     yield from _peers(results["peers"])
     yield COMMANDS
     yield table(("model", "made by"), _made(rows))
@@ -125,7 +125,7 @@ def _sweeps(sweeps: Mapping[str, Any]) -> str:
 def _profiles(profiles: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     for name, found in profiles.items():
         probe = f"{name}, {found['probe_gb_s']:.1f} ({found['pass_gb_s']:.1f}) GB/s"
-        for row in profile.rows(found):
+        for row in stages.rows(found):
             yield probe, *row
             probe = ""
 

@@ -138,7 +138,7 @@ def measure(rows: list[Row], path: Path, found: dict[str, dict[str, Any]]) -> No
 
 def add_profile(name: str, path: Path, profiles: dict[str, Any]) -> None:
     try:
-        found = json.loads(run(f"python -m bench.profile {path} --json"))
+        found = json.loads(run(f"python -m bench.stages {path} --json"))
     except NotHere as reason:
         print(f"  profile: not measured: {reason}")
     else:

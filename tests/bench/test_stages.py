@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench import profile
+from bench import stages
 from cflow.engine.native import Model
 from cflow.engine.synth import synth
 from makefiles.shape_file import synth_model
@@ -30,17 +30,17 @@ def test_every_stage_and_byte_has_a_kind(tmp_path: Path) -> None:
     ]
     for path in files:
         model = Model(str(path), header_only=True)
-        kinds = profile.kinds_of(model, "avx2")
-        stages = sorted(stage for kind in kinds.values() for stage in kind.stages)
-        assert stages == list(range(model.plan.n_stages + 2))
+        kinds = stages.kinds_of(model, "avx2")
+        counted = sorted(stage for kind in kinds.values() for stage in kind.stages)
+        assert counted == list(range(model.plan.n_stages + 2))
         assert sum(kind.bytes for kind in kinds.values()) == model.plan.bytes_per_token
-        assert not kinds[profile.REST].bytes
+        assert not kinds[stages.REST].bytes
 
 
 def test_tiles_by_hand(tmp_path: Path) -> None:
     """Of 128 x 256 weights: 2 layers of Q, O (256 x 256), K, V (128 x 256), and experts."""
     path = model_of(tmp_path, "qwen3moe", EXPERTS | {"qk_norm": "head"})
-    kinds = profile.kinds_of(Model(str(path), header_only=True), "avx2")
+    kinds = stages.kinds_of(Model(str(path), header_only=True), "avx2")
     assert kinds["attention projections"].tiles == 2 * (2 + 2 + 1 + 1)
     assert kinds["experts"].tiles == 2 * 2 * 3 * 2
     assert kinds["experts"].bytes == kinds["experts"].tiles * 18432
@@ -49,10 +49,10 @@ def test_tiles_by_hand(tmp_path: Path) -> None:
 
 
 def test_a_profile_and_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profile.machine, "beyond_caches", lambda available: 1 << 20)
+    monkeypatch.setattr(stages.machine, "beyond_caches", lambda available: 1 << 20)
     path = model_of(tmp_path, "qwen2", DENSE)
-    found = asdict(profile.profile(path, threads=2, rounds=1))
+    found = asdict(stages.profile(path, threads=2, rounds=1))
     assert 0 < sum(part["ms"] for part in found["parts"]) <= found["ms"]
-    shown = [dict(zip(profile.COLUMNS, row, strict=True)) for row in profile.rows(found)]
+    shown = [dict(zip(stages.COLUMNS, row, strict=True)) for row in stages.rows(found)]
     assert [row["stages"] for row in shown][-2:] == ["head", "all"]
     assert all(row["cycles a tile"] for row in shown[:-1] if row["MB"])

@@ -1,6 +1,6 @@
 """Where the time of decode goes: the stages of a token by what they compute, beside the memory probe.
 
-    python -m bench.profile x.cflow          a table; with --json what `make bench` keeps
+    python -m bench.stages x.cflow          a table; with --json what `make bench` keeps
 
 Each round decodes a few tokens between two probes of memory; figures are medians of the rounds.
 """
