@@ -36,6 +36,12 @@ def _lab() -> Iterator[None]:
         ) from None
 
 
+def _need_results() -> None:
+    """Told before it is measured what could not be written."""
+    if not Path("docs/results").is_dir():
+        raise CflowError(f"{Path.cwd()} is not the root of a checkout: it has no docs/results")
+
+
 @app.command()
 def train(
     config: Annotated[Path, typer.Argument(help="A file as configs/train/tinystories.toml.")],
@@ -123,6 +129,7 @@ def overlap(
         rate = read_limit(read_rate) if read_rate else None
     except ValueError as error:
         raise CflowError(f"flag --read-rate: {read_rate!r} {error}") from None
+    _need_results()
     with _lab():
         from cflow.engine.lab import overlap as overlaps
         from cflow.engine.lab import results
@@ -148,6 +155,7 @@ def storage() -> None:
     Both orders of the file, and prefetch hints; from the root of a checkout. Writes
     docs/results/storage.json. Needs the programs that `make claims` builds, 2.4 GB of disk in build/
     and three minutes of a machine that has nothing else to do."""
+    _need_results()
     with _lab():
         from cflow.engine.lab import results
         from cflow.engine.lab import storage as storages

@@ -243,6 +243,18 @@ def test_errors_are_cflow_errors(arguments: list[str]) -> None:
     assert not Path("x.cflow").exists()
 
 
+@pytest.mark.parametrize("command", ["overlap", "storage"])
+def test_what_could_not_be_written_is_not_measured(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("cflow.server.commands.lab._lab", lambda: pytest.fail("begun"))
+    problem = runner.invoke(app, ["lab", command]).exception
+    assert isinstance(problem, CflowError)
+    assert "not the root of a checkout" in str(problem)
+    assert not list(tmp_path.iterdir())
+
+
 def test_an_error_is_one_line_and_exit_code_1() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "cflow.server", "inspect", "missing.cflow"],
