@@ -678,12 +678,15 @@ class _Bench:
             self.record_bytes = file.bank.record_bytes
             n_tokens, cells = file.model.header.n_tokens, list[Cell]()
             tokens = uniform_tokens(n_tokens, sizes.tokens)
+            levels = list[Case]()
             for threads in sizes.thread_counts:
                 most, rate = Case("uniform", tokens, threads, sizes.top_k), self._rate(file)
-                level = self._level(file, most, rate)
-                cells += [self._cell(file, file.least_slots, case, rate) for case in (level, most)]
+                levels.append(self._level(file, most, rate))
+                cells += [
+                    self._cell(file, file.least_slots, case, rate) for case in (levels[-1], most)
+                ]
             tokens = local_tokens(n_tokens, 2 * sizes.tokens)
-            local = replace(level, routing="Zipf-like", tokens=tokens)
+            local = replace(levels[0], routing="Zipf-like", tokens=tokens)
             for share in (4, 2):
                 slots = file.bank.n_records // share
                 cells.append(self._cell(file, slots, local, self._rate(file)))

@@ -21,6 +21,7 @@ from cflow.engine.lab.overlap_picture import draw
 from cflow.engine.lab.schedule import Cache, Disk, Schedule, Stage, Step, plan_step
 from cflow.engine.lab.widen import widen
 from cflow.engine.native import Model, TierStats, const
+from cflow.engine.reports import silent
 from cflow.engine.synth import synth, synth_header
 from cflow.server.commands.lab import _cell_rows
 
@@ -232,6 +233,23 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Overlap:
     assert not list(folder.iterdir())
     assert {"synth", "widen", "real, 1 threads, 2 experts"} <= seen
     return found
+
+
+def test_cells_of_several_counts_of_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The local tokens are for the first one, as the trained model is."""
+    seen: list[Case] = []
+    monkeypatch.setattr(
+        overlap._Bench, "_level", lambda _, file, most, rate: replace(most, chosen=2 * most.threads)
+    )
+    monkeypatch.setattr(
+        overlap._Bench, "_cell", lambda _, file, slots, case, rate: seen.append(case)
+    )
+    overlap._Bench(tmp_path, replace(SMALL, threads=(1, 2)), 50e6, silent).random_cells()
+    uniform = [("uniform", 1, 2), ("uniform", 1, 8), ("uniform", 2, 4), ("uniform", 2, 8)]
+    local = [("Zipf-like", 1, 2)] * 2
+    assert [(case.routing, case.threads, case.chosen) for case in seen] == uniform + local
 
 
 def test_cells(found: Overlap) -> None:
