@@ -6,10 +6,10 @@ a + b n. With all weights in memory a is small, and rows are chosen to keep to t
 chunk that has to read experts from disk wants nearly all of them however small it is: a alone exceeds
 the limit. Then a chunk is made so large that its rows cost as much as it costs itself, and after it
 decodes go on alone for as long as it took. A step without decodes delays only who comes meanwhile, and
-may take four times the limit; the first one of all, of which nothing is known, has few rows, but where
-weights come from disk for however few. The line lags behind: rows cost more the further on in a prompt they
-are, and other work on the machine comes and goes. So chunks are planned as if they took longer than
-the line says by as much as the last ones did.
+may take four times the limit. Of the first one of all nothing is known: it has few rows, or all of them
+where weights come from disk, as few rows read nearly as much. The line lags behind: rows cost more the
+further on in a prompt they are, and other work on the machine comes and goes. So chunks are planned as
+if they took longer than the line says by as much as the last ones did.
 
 A line through the times of steps with decodes only, by their rows, says what a row more takes: little
 where weights come from memory for all rows at once, much where rows want other experts. Where the

@@ -135,7 +135,7 @@ class Scheduler:
         self._make_way()
         n_preempted = self.counters.preemptions
         self._add_decodes(batch)
-        if len(batch.chunks) < len(self._running) or self.n_waiting:
+        if len(batch.chunks) < len(self._running) or self.n_waiting:  # else all there is decodes
             room = self._pace.n_prefill_rows(batch.n_rows)
             if self.counters.preemptions == n_preempted:
                 self._admit(batch, room)

@@ -124,11 +124,11 @@ class Worker:
 
     def _heartbeat(self) -> Heartbeat:
         """Also cuts a step short whose requests all are out of time."""
-        deadlines = [request.submit.deadline for request in self._in_step.values()]
-        now = time.monotonic()
-        if deadlines and all(end is not None and end <= now for end in deadlines):
+        requests, now = self._in_step.values(), time.monotonic()
+        deadlines = (request.submit.deadline for request in requests)
+        if requests and all(end is not None and end <= now for end in deadlines):
             self._loaded.context.cancel()
-        return Heartbeat(self._loaded.context.stage_count, bool(deadlines))
+        return Heartbeat(self._loaded.context.stage_count, bool(requests))
 
     def _cancel_step(self, request_id: int) -> None:
         """Cuts the running step short if nobody waits for it any more. Should the next step be hit
