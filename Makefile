@@ -82,7 +82,7 @@ build/bench/multiply: $(VENV)/tools tests/bench/multiply.c
 	$(CMAKE) -B build/bench -DCMAKE_BUILD_TYPE=Release -DCFLOW_BENCH=ON
 	$(BIN)/cmake --build build/bench --target multiply
 
-bench: $(VENV)/tools $(VENV)/cflow build/bench/multiply ## Measure the benchmark table, 12 minutes, or only MODEL
+bench: $(VENV)/tools $(VENV)/cflow build/bench/multiply ## Measure the benchmark table, 13 minutes, or only MODEL
 	$(if $(MODEL),$(BIN)/cflow bench $(MODEL),$(BENCH).table $(FLAGS))
 
 bench-peers: $(VENV)/tools $(VENV)/cflow build/bench/multiply ## Measure other engines beside cflow: they are compiled first

@@ -17,7 +17,6 @@ from cflow.engine.lab.committed import (
     quality,
     training_text,
 )
-from cflow.engine.lab.errors import LabError
 from cflow.engine.lab.measurements import (
     L1_CACHES,
     LAYOUTS,
@@ -67,8 +66,7 @@ def write_claims(
     what it should be.
     """
     root = root.resolve()
-    if not (root / "docs").is_dir():
-        raise LabError(f"{root} is not the root of a checkout: it has no docs")
+    results.check_checkout(root)
     sizes, threads = sizes or Sizes.of_machine(), threads or machine.cores().threads
     here = machine_text(threads)
     big_models = root / "docs/results/big_models.json"

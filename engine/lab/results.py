@@ -121,6 +121,12 @@ class BigModels(msgspec.Struct, frozen=True):
         return [run for run in self.runs if run.engine == engine]
 
 
+def check_checkout(root: Path) -> None:
+    """To be told before hours of measuring that there is nowhere to write."""
+    if not (root / "docs").is_dir():
+        raise LabError(f"{root.resolve()} is not the root of a checkout: it has no docs")
+
+
 def read(path: Path, kind: type[T]) -> T | None:
     """None: not measured yet."""
     try:

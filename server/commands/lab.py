@@ -12,6 +12,7 @@ import typer
 
 from cflow.engine import machine
 from cflow.engine.errors import CflowError
+from cflow.engine.lab import results
 from cflow.server.commands.output import table
 from cflow.server.config import read_limit
 from cflow.server.progress import console, count_progress, training_progress
@@ -34,12 +35,6 @@ def _lab() -> Iterator[None]:
         raise CflowError(
             f"`cflow lab` needs {error.name}, which comes with: pip install 'cflow[lab]'"
         ) from None
-
-
-def _need_results() -> None:
-    """Told before it is measured what could not be written."""
-    if not Path("docs/results").is_dir():
-        raise CflowError(f"{Path.cwd()} is not the root of a checkout: it has no docs/results")
 
 
 @app.command()
@@ -129,10 +124,9 @@ def overlap(
         rate = read_limit(read_rate) if read_rate else None
     except ValueError as error:
         raise CflowError(f"flag --read-rate: {read_rate!r} {error}") from None
-    _need_results()
+    results.check_checkout(Path())
     with _lab():
         from cflow.engine.lab import overlap as overlaps
-        from cflow.engine.lab import results
         from cflow.engine.lab.claims import machine_text
         from cflow.engine.lab.overlap_picture import draw
 
@@ -155,9 +149,8 @@ def storage() -> None:
     Both orders of the file, and prefetch hints; from the root of a checkout. Writes
     docs/results/storage.json. Needs the programs that `make claims` builds, 2.4 GB of disk in build/
     and three minutes of a machine that has nothing else to do."""
-    _need_results()
+    results.check_checkout(Path())
     with _lab():
-        from cflow.engine.lab import results
         from cflow.engine.lab import storage as storages
         from cflow.engine.lab.claims import machine_text
         from cflow.engine.lab.measurements import Bench, Sizes
