@@ -24,8 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cflow.engine._native import ffi, lib
-from cflow.engine.errors import EngineError, ModelError
-from cflow.engine.native_types import (
+from cflow.engine.base.errors import EngineError, ModelError
+from cflow.engine.base.native_types import (
     Choice,
     Header,
     Layer,
@@ -43,7 +43,7 @@ from cflow.engine.native_types import (
     TierStats,
     TokenBytes,
 )
-from cflow.engine.reports import Progress
+from cflow.engine.base.reports import Progress
 
 __all__ = [
     "Choice",

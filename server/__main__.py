@@ -15,7 +15,7 @@ def main() -> None:
     # The first process of a container is not ended by default. The server sets its own, once it is up.
     signal.signal(signal.SIGTERM, _end)
     try:
-        from cflow.server import cli
+        from cflow.server.commands import cli
 
         cli.main()
     except KeyboardInterrupt:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cflow.engine.config import EngineConfig, read_share
-from cflow.engine.errors import CflowError
+from cflow.engine.base.config import EngineConfig, read_share
+from cflow.engine.base.errors import CflowError
 
 PREFIX = "CFLOW_"
 DEFAULT_MODEL = "smollm2-135m"

@@ -12,7 +12,7 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 
-from cflow.engine.errors import CflowError, EngineError
+from cflow.engine.base.errors import CflowError, EngineError
 
 MAX_ECHO = 200  # characters of the client's own text an error repeats
 

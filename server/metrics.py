@@ -21,10 +21,10 @@ from prometheus_client.core import (
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
-from cflow.engine.cgroup import cpu_throttling
-from cflow.engine.drafts import MOST
-from cflow.engine.engine import Engine
-from cflow.engine.messages import DiskStats
+from cflow.engine.base.cgroup import cpu_throttling
+from cflow.engine.base.messages import DiskStats
+from cflow.engine.client.engine import Engine
+from cflow.engine.worker.drafts import MOST
 from cflow.server.meter import Meter
 
 FIRST_TOKEN_S = (

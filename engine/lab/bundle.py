@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from cflow.engine.convert import convert
+from cflow.engine.files.convert import convert
 from cflow.engine.lab.errors import LabError
 
 LICENCE = "Apache-2.0; trained on TinyStories text, CDLA-Sharing-1.0"

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from cflow.engine import machine, native
+from cflow.engine import native
+from cflow.engine.base import machine
+from cflow.engine.base.reports import Report, silent
 from cflow.engine.lab import results
 from cflow.engine.lab.committed import (
     end_to_end_claim,
@@ -39,7 +41,6 @@ from cflow.engine.lab.page import HERE, NOT_YET, Claim, page, table
 from cflow.engine.lab.results import BigModels, Trained
 from cflow.engine.lab.storage import HINTS, OWN_HINT, Run, Storage
 from cflow.engine.lab.storage import RESULTS as STORAGE_RESULTS
-from cflow.engine.reports import Report, silent
 
 ITSELF = "`cflow lab claims`"
 BY_HALVES = 0.5 * 32 / 18  # a q4_0 weight takes 18 / 32 bytes; the paper counts 0.5

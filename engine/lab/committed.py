@@ -6,8 +6,9 @@ from dataclasses import asdict
 from datetime import date
 from pathlib import Path
 
-from cflow.engine import bench
-from cflow.engine.config import EngineConfig
+from cflow.engine.base.config import EngineConfig
+from cflow.engine.base.reports import Report
+from cflow.engine.files.synth import load_shape, synth
 from cflow.engine.lab import results
 from cflow.engine.lab.page import HERE, NOT_YET, Claim, table
 from cflow.engine.lab.results import (
@@ -19,8 +20,7 @@ from cflow.engine.lab.results import (
     difference,
     mean_perplexity,
 )
-from cflow.engine.reports import Report
-from cflow.engine.synth import load_shape, synth
+from cflow.engine.measure import bench
 
 BASELINE, DELAYED = "sequential", "arch2_4_combined"
 KNOBS = (  # what changes between two arms, and nothing else

@@ -16,7 +16,7 @@ from torch import Tensor
 from cflow.engine.lab.errors import LabError
 
 END = "<|endoftext|>"
-BUNDLED = Path(__file__).parents[1] / "data" / "tinystories"
+BUNDLED = Path(__file__).parent / "data" / "tinystories"
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cflow.engine.errors import CflowError
+from cflow.engine.base.errors import CflowError
 
 
 class LabError(CflowError):

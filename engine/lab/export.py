@@ -10,9 +10,9 @@ from msgspec.structs import asdict
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
+from cflow.engine.files.models.pipeline_model import CLASS, MODEL_TYPE
 from cflow.engine.lab.architectures import Pipeline
 from cflow.engine.lab.errors import LabError
-from cflow.engine.models.pipeline_model import CLASS, MODEL_TYPE
 
 
 def export(model: Pipeline, folder: Path, tokenizer: Tokenizer, end: str | None = None) -> None:

@@ -22,14 +22,15 @@ from typing import TypeVar
 
 import msgspec
 
-from cflow.engine import machine, native
-from cflow.engine.bare import decode, open_stream
+from cflow.engine import native
+from cflow.engine.base import machine
+from cflow.engine.base.native_types import PlanInfo
+from cflow.engine.base.reports import Report, silent
+from cflow.engine.files.synth import synth, synth_header
 from cflow.engine.lab.arms import ARMS
 from cflow.engine.lab.errors import LabError
+from cflow.engine.measure.bare import decode, open_stream
 from cflow.engine.native import Model, const
-from cflow.engine.native_types import PlanInfo
-from cflow.engine.reports import Report, silent
-from cflow.engine.synth import synth, synth_header
 
 T = TypeVar("T")
 

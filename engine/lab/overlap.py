@@ -28,17 +28,17 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
-from cflow.engine import machine
-from cflow.engine.bare import decode, open_stream, step
-from cflow.engine.experts import ExpertBank
-from cflow.engine.hub import BUNDLED_FILE
+from cflow.engine.base import machine
+from cflow.engine.base.reports import Report, silent
+from cflow.engine.files.hub import BUNDLED_FILE
+from cflow.engine.files.synth import synth
 from cflow.engine.lab.errors import LabError
 from cflow.engine.lab.measurements import shape_text
 from cflow.engine.lab.schedule import WINDOWS, Disk, Schedule, Trace, plan_step
 from cflow.engine.lab.widen import widen
+from cflow.engine.measure.bare import decode, open_stream, step
+from cflow.engine.memory.experts import ExpertBank
 from cflow.engine.native import Context, Model, Pick, Row, TierStats, const, crc32c
-from cflow.engine.reports import Report, silent
-from cflow.engine.synth import synth
 
 RESULTS = "docs/results/overlap.json"
 RATE_PART = 0.8  # of what one reader gets: what a shared disk holds

@@ -12,8 +12,8 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from cflow.engine.base.native_types import OpInfo
 from cflow.engine.lab.errors import LabError
-from cflow.engine.native_types import OpInfo
 
 CREDIT_S = 1e-3  # how far a bounded reader may catch up (native/src/tier.c)
 NOTHING_S = 1e-12

@@ -19,11 +19,11 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
+from cflow.engine.files.synth import synth
 from cflow.engine.lab.errors import LabError
 from cflow.engine.lab.measurements import Bench, Samples, output
-from cflow.engine.layer_memory import EVERYTHING
+from cflow.engine.memory.layer_memory import EVERYTHING
 from cflow.engine.native import LayerRecords, Model
-from cflow.engine.synth import synth
 
 RESULTS = "docs/results/storage.json"
 SUFFIXES = {"layer": ".cflow", "stage": ".vflow"}

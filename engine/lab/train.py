@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cflow.engine import machine
+from cflow.engine.base import machine
 from cflow.engine.lab import corpus
 from cflow.engine.lab.architectures import Pipeline, build, n_parameters
 from cflow.engine.lab.arms import Arm, Count, Shape

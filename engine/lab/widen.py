@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from cflow.engine.formats.cflow import Contents, Run, Weight, write
-from cflow.engine.formats.quantise import encode
-from cflow.engine.formats.tiles import Bytes, Floats, Planes, pack, stripe_rows
+from cflow.engine.files.formats.cflow import Contents, Run, Weight, write
+from cflow.engine.files.formats.quantise import encode
+from cflow.engine.files.formats.tiles import Bytes, Floats, Planes, pack, stripe_rows
 from cflow.engine.lab.errors import LabError
 from cflow.engine.native import Model, Tensor, const
 

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cflow.engine.errors import NoModelError
+from cflow.engine.base.errors import NoModelError
 from cflow.server.commands.models import MODEL, resolve
+from cflow.server.commands.options import engine_flags, read_engine
 from cflow.server.commands.output import Json, print_json, size, table
-from cflow.server.options import engine_flags, read_engine
-from cflow.server.progress import byte_progress, console
+from cflow.server.commands.progress import byte_progress, console
 
 if TYPE_CHECKING:
-    from cflow.engine.inspect import Inspection
-    from cflow.engine.plan import Plan
+    from cflow.engine.files.inspect import Inspection
+    from cflow.engine.measure.plan import Plan
 
 
 OUT = Annotated[Path, typer.Argument(help="The .cflow or .vflow file to write.")]
@@ -44,7 +44,7 @@ def convert(
     order: ORDER = None,
 ) -> None:
     """Convert a model into cflow's own format, whole or not at all."""
-    from cflow.engine import convert as converter
+    from cflow.engine.files import convert as converter
 
     with byte_progress() as report:
         converter.convert(
@@ -63,7 +63,7 @@ def synth(
     """Write a model of a real shape with random weights.
 
     For sizing, load and fault tests."""
-    from cflow.engine import synth as maker
+    from cflow.engine.files import synth as maker
 
     with byte_progress() as report:
         maker.synth(
@@ -85,8 +85,8 @@ def plan(
     """Say what a model needs and how fast it will be here.
 
     Before loading it, and with the settings that serve would take from flags and environment."""
-    from cflow.engine import hub
-    from cflow.engine import plan as planner
+    from cflow.engine.files import hub
+    from cflow.engine.measure import plan as planner
 
     config = read_engine(model, engine)
     if planner.is_shape(model) and not hub.has_made(model):
@@ -98,7 +98,7 @@ def plan(
 
 def _resolve_beside_shapes(model: str) -> Path:
     """As resolve does; what there is no model of might have been a shape."""
-    from cflow.engine.synth import shape_names
+    from cflow.engine.files.synth import shape_names
 
     try:
         return resolve(model)
@@ -185,14 +185,14 @@ def inspect(
     json: Json = False,
 ) -> None:
     """Show what a model file holds."""
-    from cflow.engine import inspect as inspector
+    from cflow.engine.files import inspect as inspector
 
     found = inspector.run(resolve(model))
     print_json(found.to_json()) if json else _print_inspection(found)
 
 
 def _print_inspection(found: Inspection) -> None:
-    from cflow.engine.inspect import describe
+    from cflow.engine.files.inspect import describe
 
     header, metadata = found.header, found.metadata
     encodings = Counter(str(describe(tensor)["encoding"]) for tensor in found.tensors)

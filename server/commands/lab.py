@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cflow.engine import machine
-from cflow.engine.errors import CflowError
+from cflow.engine.base import machine
+from cflow.engine.base.errors import CflowError
 from cflow.engine.lab import results
 from cflow.server.commands.output import table
+from cflow.server.commands.progress import console, count_progress, training_progress
 from cflow.server.config import read_limit
-from cflow.server.progress import console, count_progress, training_progress
 
 if TYPE_CHECKING:
     from cflow.engine.lab.overlap import Cell

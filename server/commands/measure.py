@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cflow.engine.errors import CflowError
+from cflow.engine.base.errors import CflowError
 from cflow.server.commands.models import MODEL, resolve
+from cflow.server.commands.options import engine_flags, read_engine
 from cflow.server.commands.output import Json, print_json, size, table
-from cflow.server.options import engine_flags, read_engine
-from cflow.server.progress import count_progress
+from cflow.server.commands.progress import count_progress
 
 if TYPE_CHECKING:
-    from cflow.engine.bench import BenchResult, Tier
+    from cflow.engine.measure.bench import BenchResult, Tier
 
 
 BARE_FLAGS = (
@@ -49,7 +49,7 @@ def bench(
     """Measure how fast a model runs here.
 
     Prefill, decode and batched decode, beside the memory bandwidth of this machine."""
-    from cflow.engine import bench as bencher
+    from cflow.engine.measure import bench as bencher
 
     # Wrong settings are told before a long download.
     batches, config = _read_batches(batch), read_engine("", engine)
@@ -129,7 +129,7 @@ def perplexity(
     """Score a text with a model.
 
     In windows of 512 tokens, without overlap; all but the first token of each count."""
-    from cflow.engine import perplexity as scorer
+    from cflow.engine.measure import perplexity as scorer
 
     config = read_engine("", engine)  # before a long download, as above
     config = replace(config, model=str(resolve(model)))
@@ -151,7 +151,7 @@ def perplexity(
 
 def doctor(json: Json = False) -> None:
     """Show what this machine offers, and what slows it down."""
-    from cflow.engine import doctor as examiner
+    from cflow.engine.measure import doctor as examiner
 
     findings = examiner.run()
     if json:

@@ -7,16 +7,16 @@ from typing import Annotated
 
 import typer
 
-from cflow.engine.errors import FetchError
+from cflow.engine.base.errors import FetchError
+from cflow.server.commands.progress import byte_progress, console
 from cflow.server.config import DEFAULT_MODEL
-from cflow.server.progress import byte_progress, console
 
 MODEL = Annotated[str, typer.Argument(help="Catalogue name, file, folder, or hf:org/repo.")]
 
 
 def resolve(model: str) -> Path:
     """The model file of a reference, with a progress bar; may download and convert."""
-    from cflow.engine import hub
+    from cflow.engine.files import hub
 
     with byte_progress() as report:
         return hub.resolve(model, progress=report)
@@ -24,7 +24,7 @@ def resolve(model: str) -> Path:
 
 def resolve_default() -> tuple[str, Path]:
     """The default model's name and file; the bundled model's where that one cannot be fetched."""
-    from cflow.engine import hub
+    from cflow.engine.files import hub
 
     try:
         return DEFAULT_MODEL, resolve(DEFAULT_MODEL)

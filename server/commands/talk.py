@@ -11,16 +11,16 @@ from typing import Annotated, Any
 
 import typer
 
-from cflow.engine.engine import Engine
-from cflow.engine.errors import EngineError
-from cflow.engine.messages import Delta
+from cflow.engine.base.errors import EngineError
+from cflow.engine.base.messages import Delta
+from cflow.engine.client.engine import Engine
+from cflow.server.api.parameters import sampling_params
+from cflow.server.api.prompts import Prompt, context_of, encode_text, fit, render_chat
+from cflow.server.api.schemas import Sampling, parse
 from cflow.server.commands.models import MODEL, resolve
+from cflow.server.commands.options import engine_flags, read_engine
+from cflow.server.commands.progress import console, wait_ready
 from cflow.server.errors import RequestError
-from cflow.server.options import engine_flags, read_engine
-from cflow.server.parameters import sampling_params
-from cflow.server.progress import console, wait_ready
-from cflow.server.prompts import Prompt, context_of, encode_text, fit, render_chat
-from cflow.server.schemas import Sampling, parse
 
 TEMPERATURE = Annotated[
     float | None, typer.Option(help="0: always the likeliest token; default: the model's.")

@@ -27,13 +27,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cflow.engine import machine, native
-from cflow.engine.config import EngineConfig
-from cflow.engine.engine import Engine
-from cflow.engine.experts import ExpertBank, asked_cache
-from cflow.engine.messages import SamplingParams
+from cflow.engine import native
+from cflow.engine.base import machine
+from cflow.engine.base.config import EngineConfig
+from cflow.engine.base.messages import SamplingParams
+from cflow.engine.client.engine import Engine
+from cflow.engine.files.synth import synth
+from cflow.engine.memory.experts import ExpertBank, asked_cache
 from cflow.engine.native import Model
-from cflow.engine.synth import synth
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "docs" / "results" / "expert_tier.json"

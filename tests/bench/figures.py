@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from cflow.engine.models.spec import LayerSpec, ModelSpec
-from cflow.engine.synth import load_shape
+from cflow.engine.files.models.spec import LayerSpec, ModelSpec
+from cflow.engine.files.synth import load_shape
 
 Q4_0_BYTES = 18 / 32  # of a weight
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from bench.rows import Source
 from bench.table import ROOT, NotHere, check_memory, file_bytes, load, model, run, save
-from cflow.engine import machine
+from cflow.engine.base import machine
 
 PEERS_FOLDER = ROOT / "build" / "peers"
 ROUNDS = 2

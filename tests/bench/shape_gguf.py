@@ -16,9 +16,9 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 from numpy.typing import NDArray
 
-from cflow.engine.models.gguf_model import NAMING
-from cflow.engine.models.spec import ModelSpec
-from cflow.engine.synth import load_shape
+from cflow.engine.files.models.gguf_model import NAMING
+from cflow.engine.files.models.spec import ModelSpec
+from cflow.engine.files.synth import load_shape
 
 Bytes = NDArray[np.uint8]
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from cflow.engine import hub
-from cflow.engine.config import EngineConfig
-from cflow.engine.engine import Engine
-from cflow.engine.messages import Delta, SamplingParams
+from cflow.engine.base.config import EngineConfig
+from cflow.engine.base.messages import Delta, SamplingParams
+from cflow.engine.client.engine import Engine
+from cflow.engine.files import hub
 
 ROOT = Path(__file__).parent.parent.parent
 CODE = (ROOT / "engine" / "stops.py").read_text()

@@ -21,10 +21,11 @@ from typing import Any
 import numpy as np
 
 from bench.records import RECORDS
-from cflow.engine import machine, native
-from cflow.engine.bare import decode, open_stream
-from cflow.engine.bench import PROBE_PASSES
+from cflow.engine import native
+from cflow.engine.base import machine
 from cflow.engine.lab.page import table
+from cflow.engine.measure.bare import decode, open_stream
+from cflow.engine.measure.bench import PROBE_PASSES
 from cflow.engine.native import Context, Model, const
 
 ROUND_BYTES, ROUND_TOKENS = 8e9, 32  # a round reads so many weights, but has no more tokens

@@ -30,8 +30,10 @@ import pytest
 from bench import figures, page, picture
 from bench.figures import Figure, Taken
 from bench.rows import BITS, MADE, ROWS, Row, Source
-from cflow.engine import hub, machine, native
-from cflow.engine.synth import load_shape
+from cflow.engine import native
+from cflow.engine.base import machine
+from cflow.engine.files import hub
+from cflow.engine.files.synth import load_shape
 from oracles.real_models import RealModel
 
 ROOT = Path(__file__).parent.parent.parent

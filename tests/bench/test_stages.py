@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from bench import stages
+from cflow.engine.files.synth import synth
 from cflow.engine.native import Model
-from cflow.engine.synth import synth
 from makefiles.shape_file import synth_model
 
 EXPERTS = {"n_experts": 16, "top_k": 2, "d_expert": 256, "renormalise": True}

@@ -13,10 +13,10 @@ from gguf import GGUFReader
 from bench import figures, page, shape_gguf, table
 from bench.figures import Figure, Taken
 from bench.rows import ROWS, Row, Source
-from cflow.engine.bare import decode, open_stream
-from cflow.engine.convert import convert
+from cflow.engine.files.convert import convert
+from cflow.engine.files.synth import load_shape
+from cflow.engine.measure.bare import decode, open_stream
 from cflow.engine.native import Model
-from cflow.engine.synth import load_shape
 from makefiles.shape_file import synth_model
 
 RUNS = {"min": 9.0, "median": 10.0, "max": 11.0}

@@ -10,8 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from running import Server, serving
-
+from harness.servers import Server, serving
 from oracles.real_models import RealModel
 
 # Few sequences and a short context: small KV memory, quick start.

@@ -29,10 +29,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from running import Server, serving, workers_of
 
-from cflow.engine import hub
-from cflow.engine.errors import ModelError
+from cflow.engine.base.errors import ModelError
+from cflow.engine.files import hub
+from harness.servers import Server, serving, workers_of
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "docs" / "results" / "soak.json"

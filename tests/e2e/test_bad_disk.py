@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import Server, assert_failed, serving, wait_for
 
-from cflow.engine.experts import ExpertBank
+from cflow.engine.memory.experts import ExpertBank
 from cflow.engine.native import LayerRecords, Model
+from harness.servers import Server, assert_failed, serving, wait_for
 from makefiles.shape_file import synth_model
 from oracles.bad_disk import BadDisk, Kind
 from oracles.model_file import ModelFile

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from running import Server
 
-from cflow.engine.hub import BUNDLED_FILE
+from cflow.engine.files.hub import BUNDLED_FILE
+from harness.servers import Server
 from oracles.forward import Forward
 from oracles.model_file import ModelFile
 

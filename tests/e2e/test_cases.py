@@ -10,8 +10,8 @@ from typing import Any
 
 import jsonschema
 import pytest
-from running import Server, Stream, serving, wait_for
 
+from harness.servers import Server, Stream, serving, wait_for
 from oracles import tiny
 
 PROMPTS = [

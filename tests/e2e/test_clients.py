@@ -14,11 +14,11 @@ import jsonschema
 import pytest
 import tokenizers
 import torch
-from running import Server, serving
 from transformers import PreTrainedModel
 
-from cflow.engine import hub
-from cflow.engine.errors import ModelError
+from cflow.engine.base.errors import ModelError
+from cflow.engine.files import hub
+from harness.servers import Server, serving
 from oracles import gguf_model
 from oracles.model_file import ModelFile
 from oracles.real_models import RealModel

@@ -10,9 +10,9 @@ from random import Random
 from typing import Any
 
 import pytest
-from running import Server, serving
 
-from cflow.engine.hub import BUNDLED_FILE
+from cflow.engine.files.hub import BUNDLED_FILE
+from harness.servers import Server, serving
 
 N = 60
 IDS = range(3, 1000)

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import Server, assert_failed, kill, serving, wait_for
 
-from cflow.engine.experts import ExpertBank
+from cflow.engine.memory.experts import ExpertBank
 from cflow.engine.native import Model
+from harness.servers import Server, assert_failed, kill, serving, wait_for
 from makefiles.shape_file import synth_model
 
 FLAGS = ("--max-sequences", "16", "--expert-cache", "10%")

@@ -13,7 +13,8 @@ from typing import Any
 
 import httpx
 import pytest
-from running import wait_for
+
+from harness.servers import wait_for
 
 IMAGE = "localhost/cflow"
 ENVIRONMENT = os.environ | {"STORAGE_DRIVER": "vfs"}  # as in build-here.sh

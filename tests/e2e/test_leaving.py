@@ -15,9 +15,9 @@ from random import Random
 from typing import Any, NamedTuple
 
 import pytest
-from running import Server, serving, wait_for
 
-from cflow.engine.convert import convert
+from cflow.engine.files.convert import convert
+from harness.servers import Server, serving, wait_for
 from oracles import tiny
 
 HALF = 500

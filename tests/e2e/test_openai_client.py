@@ -11,7 +11,8 @@ import jsonschema
 import openai
 import pytest
 from pydantic import BaseModel
-from running import Server, wait_for
+
+from harness.servers import Server, wait_for
 
 PROMPTS = [
     "The capital of France is",

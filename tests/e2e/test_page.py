@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import Server, serving, wait_for
 
-from cflow.engine.hub import BUNDLED_FILE
+from cflow.engine.files.hub import BUNDLED_FILE
+from harness.servers import Server, serving, wait_for
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs the extra `page`")
 CHROMIUM = shutil.which("chromium")

@@ -12,9 +12,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from running import Server, Stream, assert_failed, children_of, is_alive, wait_for
 
-from cflow.engine.hub import BUNDLED_FILE
+from cflow.engine.files.hub import BUNDLED_FILE
+from harness.servers import Server, Stream, assert_failed, children_of, is_alive, wait_for
 
 PATIENT = ("--drain-timeout", "300")  # what has to end well has the time to, on any machine
 

@@ -14,7 +14,7 @@ import pytest
 import soak as program
 from soak import Ask, Report, Soak, record, soak
 
-from cflow.engine.hub import BUNDLED_FILE
+from cflow.engine.files.hub import BUNDLED_FILE
 
 
 def test_mixed_load_and_two_kills() -> None:

@@ -11,8 +11,8 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageToolCall
 from pydantic import BaseModel
-from running import Server, serving
 
+from harness.servers import Server, serving
 from oracles.real_models import RealModel
 
 WEATHER: dict[str, Any] = {

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from running import LONG, Server, Stream, assert_failed, is_alive, kill, serving, wait_for
 
-from cflow.engine.hub import BUNDLED_FILE
+from cflow.engine.files.hub import BUNDLED_FILE
+from harness.servers import LONG, Server, Stream, assert_failed, is_alive, kill, serving, wait_for
 from oracles.random_model import RandomModel
 
 

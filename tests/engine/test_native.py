@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from cflow.engine import native
-from cflow.engine.errors import EngineError, ModelError
-from cflow.engine.messages import DiskUsage
+from cflow.engine.base.errors import EngineError, ModelError
+from cflow.engine.base.messages import DiskUsage
 from cflow.engine.native import Context, Model, NativeError, Pick, Row, const
 from oracles.random_model import EXPERTS, VOCAB_SIZE, RandomModel
 from oracles.running import opened, rows, step

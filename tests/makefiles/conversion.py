@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from cflow.engine.convert import convert
+from cflow.engine.files.convert import convert
 from makefiles.gguf_file import GgufBuilder, Tensor
 from oracles.model_file import ModelFile
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from cflow.engine.synth import synth
+from cflow.engine.files.synth import synth
 
 
 def synth_model(

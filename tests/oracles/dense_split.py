@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from cflow.engine.formats import cflow, tiles
-from cflow.engine.formats.cflow import Run, Weight
+from cflow.engine.files.formats import cflow, tiles
+from cflow.engine.files.formats.cflow import Run, Weight
 from oracles.model_file import MODEL_LEVEL, Array, ModelFile
 from oracles.random_model import token_bytes
 

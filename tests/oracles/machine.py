@@ -3,14 +3,14 @@
 from collections.abc import Iterable
 from typing import Any
 
-from cflow.engine.batch import Batch, Draw
-from cflow.engine.messages import SamplingParams, Submit
-from cflow.engine.native_types import Choice, Score, TokenBytes
-from cflow.engine.pace import Pace
-from cflow.engine.runner import Runner
-from cflow.engine.scheduler import Scheduler
-from cflow.engine.sequence import Request, Sequence
-from cflow.engine.transcript import Transcript
+from cflow.engine.base.messages import SamplingParams, Submit
+from cflow.engine.base.native_types import Choice, Score, TokenBytes
+from cflow.engine.worker.batch import Batch, Draw
+from cflow.engine.worker.pace import Pace
+from cflow.engine.worker.runner import Runner
+from cflow.engine.worker.scheduler import Scheduler
+from cflow.engine.worker.sequence import Request, Sequence
+from cflow.engine.worker.transcript import Transcript
 from oracles.toy_model import EOS, TOKEN_BYTES, ToyContext
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0)

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cflow.engine.formats import cflow, quantise, tiles
-from cflow.engine.formats.cflow import Run, Weight
-from cflow.engine.formats.order import order_of, ordered
+from cflow.engine.files.formats import cflow, quantise, tiles
+from cflow.engine.files.formats.cflow import Run, Weight
+from cflow.engine.files.formats.order import order_of, ordered
 
 VOCAB_SIZE = 160
 LAYER: dict[str, Any] = {

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import pytest
 
-from cflow.engine import catalogue, hub
-from cflow.engine.errors import ModelError
+from cflow.engine.base.errors import ModelError
+from cflow.engine.files import catalogue, hub
 
 
 class RealModel(NamedTuple):

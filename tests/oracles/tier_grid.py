@@ -9,7 +9,7 @@ from hashlib import blake2b
 from itertools import product
 from pathlib import Path
 
-from cflow.engine.experts import ExpertBank
+from cflow.engine.memory.experts import ExpertBank
 from cflow.engine.native import Context, ExpertOptions, Model
 from oracles import running
 

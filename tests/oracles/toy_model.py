@@ -10,10 +10,18 @@ import time
 from collections.abc import Sequence
 from hashlib import blake2b
 
-from cflow.engine.errors import EngineError
-from cflow.engine.grammar import Vocabulary
-from cflow.engine.messages import SamplingParams
-from cflow.engine.native_types import Choice, Pick, Row, RowUsage, Score, StepResult, TokenBytes
+from cflow.engine.base.errors import EngineError
+from cflow.engine.base.messages import SamplingParams
+from cflow.engine.base.native_types import (
+    Choice,
+    Pick,
+    Row,
+    RowUsage,
+    Score,
+    StepResult,
+    TokenBytes,
+)
+from cflow.engine.text.grammar import Vocabulary
 
 EOS = 256
 N_TOKENS = 257
@@ -28,7 +36,7 @@ REPEATS = 5  # first of a text that mostly repeats what it said 20 tokens ago
 
 
 class ToyTokenizer:
-    """Letters are tokens: what grammars need of cflow.engine.tokenizer.Tokenizer."""
+    """Letters are tokens: what grammars need of cflow.engine.text.tokenizer.Tokenizer."""
 
     n_tokens = N_TOKENS
     eos_ids = (EOS,)

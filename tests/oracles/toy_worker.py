@@ -11,11 +11,11 @@ import sys
 import time
 from collections.abc import Callable
 
-from cflow.engine.config import EngineConfig
-from cflow.engine.errors import ModelError
-from cflow.engine.loading import Loaded
-from cflow.engine.messages import Ready
-from cflow.engine.worker import serve
+from cflow.engine.base.config import EngineConfig
+from cflow.engine.base.errors import ModelError
+from cflow.engine.base.messages import Ready
+from cflow.engine.worker.loading import Loaded
+from cflow.engine.worker.worker import serve
 from oracles.toy_model import EOS, TOKEN_BYTES, ToyContext, toy_vocabulary
 
 

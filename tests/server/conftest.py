@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from fake_engine import FakeEngine
-from live import Live
-
 from cflow.server.config import server_config
+from harness.fake_engine import FakeEngine
+from harness.live import Live
 
 Serve = Callable[..., Live]
 

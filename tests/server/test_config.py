@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cflow.engine.errors import CflowError
+from cflow.engine.base.errors import CflowError
 from cflow.server.config import (
     ENGINE_KEYS,
     SERVER_KEYS,
@@ -15,7 +15,7 @@ from cflow.server.config import (
     read_size,
     server_config,
 )
-from cflow.server.serve import listen
+from cflow.server.http.serve import listen
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import msgspec
 import pytest
-from fake_engine import READY, FakeEngine
-from live import Live
 from prometheus_client.parser import text_string_to_metric_families
 
-from cflow.engine.cgroup import Throttling
-from cflow.engine.messages import DiskStats, Stats
+from cflow.engine.base.cgroup import Throttling
+from cflow.engine.base.messages import DiskStats, Stats
 from cflow.server.metrics import token_buckets
+from harness.fake_engine import READY, FakeEngine
+from harness.live import Live
 
 MODEL = 'engine="0",model_name="fake/model"'
 

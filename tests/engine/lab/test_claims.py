@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from cflow.engine import native
-from cflow.engine.bare import decode, open_stream
+from cflow.engine.files.synth import synth
 from cflow.engine.lab import claims, committed, results
 from cflow.engine.lab import storage as storages
 from cflow.engine.lab.errors import LabError
@@ -28,8 +28,8 @@ from cflow.engine.lab.measurements import (
 )
 from cflow.engine.lab.page import Claim
 from cflow.engine.lab.storage import HINTS, SETTINGS, Storage
+from cflow.engine.measure.bare import decode, open_stream
 from cflow.engine.native import Model
-from cflow.engine.synth import synth
 
 ROOT = Path(__file__).parents[3]
 SMALL = Sizes(mib=16, rounds=2, columns=(8192, 2048), rows=128, d_experts=64, d_bus=64, tokens=2)

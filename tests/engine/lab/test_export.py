@@ -10,8 +10,8 @@ import torch
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from cflow.engine.convert import convert
-from cflow.engine.errors import ModelError
+from cflow.engine.base.errors import ModelError
+from cflow.engine.files.convert import convert
 from cflow.engine.lab.architectures import Output, Pipeline
 from cflow.engine.lab.arms import ARMS, Arm
 from cflow.engine.lab.errors import LabError

@@ -12,7 +12,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from cflow.engine.hub import BUNDLED_FILE
+from cflow.engine.base.reports import silent
+from cflow.engine.files.hub import BUNDLED_FILE
+from cflow.engine.files.synth import synth, synth_header
 from cflow.engine.lab import claims, overlap
 from cflow.engine.lab.errors import LabError
 from cflow.engine.lab.measurements import shape_text
@@ -21,8 +23,6 @@ from cflow.engine.lab.overlap_picture import draw
 from cflow.engine.lab.schedule import Cache, Disk, Schedule, Stage, Step, plan_step
 from cflow.engine.lab.widen import widen
 from cflow.engine.native import Model, TierStats, const
-from cflow.engine.reports import silent
-from cflow.engine.synth import synth, synth_header
 from cflow.server.commands.lab import _cell_rows
 
 SMALL = Sizes(

@@ -8,7 +8,7 @@ import tokenizers
 import torch
 from torch.nn import functional as F
 
-from cflow.engine.hub import BUNDLED_FILE
+from cflow.engine.files.hub import BUNDLED_FILE
 from cflow.engine.lab import corpus
 from cflow.engine.lab.architectures import Pipeline, build
 from cflow.engine.lab.arms import ARMS, Shape

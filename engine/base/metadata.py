@@ -1,0 +1,72 @@
+"""The metadata of a model file that running it depends on, checked (docs/format.md lists the keys)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cflow.engine.base.errors import ModelError
+
+# Generation defaults a file may carry, and what the sampler takes.
+GENERATION_RANGES = {
+    "temperature": (0, 100),
+    "top_k": (-1, 2**31 - 1),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (0.01, 100),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Metadata:
+    name: str
+    bos_id: int | None
+    add_bos: bool
+    eos_ids: tuple[int, ...]
+    chat_template: str | None
+
+
+def parse_metadata(metadata: Mapping[str, Any], n_tokens: int) -> Metadata:
+    """ModelError names the key and the value. n_tokens: ids below it exist."""
+    eos_ids = metadata.get("eos_ids", [])
+    if not isinstance(eos_ids, list):
+        raise _wrong("eos_ids", eos_ids, "a list of token ids")
+    for token in eos_ids:
+        _check_token("eos_ids", token, n_tokens)
+    _check_generation(_get(metadata, "generation", dict, {}))
+    bos_id = metadata.get("bos_id")
+    if bos_id is not None:
+        _check_token("bos_id", bos_id, n_tokens)
+    return Metadata(
+        name=_get(metadata, "name", str, "unnamed"),
+        bos_id=bos_id,
+        add_bos=_get(metadata, "add_bos", bool, False) and bos_id is not None,
+        eos_ids=tuple(eos_ids),
+        chat_template=_get(metadata, "chat_template", str, None),
+    )
+
+
+def _get(metadata: Mapping[str, Any], key: str, kind: type, default: Any) -> Any:
+    value = metadata.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, kind):
+        raise _wrong(key, value, kind.__name__)
+    return value
+
+
+def _check_token(key: str, token: object, n_tokens: int) -> None:
+    if type(token) is not int or not 0 <= token < n_tokens:
+        raise _wrong(key, token, f"a token id below {n_tokens}")
+
+
+def _check_generation(generation: Mapping[str, Any]) -> None:
+    for name, (low, high) in GENERATION_RANGES.items():
+        value = generation.get(name, low)
+        if type(value) not in (int, float) or not low <= value <= high:
+            raise _wrong(f"generation {name}", value, f"a number from {low:g} to {high:g}")
+
+
+def _wrong(key: str, value: object, wanted: str) -> ModelError:
+    return ModelError(f"metadata {key} is {ascii(value)[:80]}; it must be {wanted}")

@@ -1,0 +1,43 @@
+"""Counters that never fall, though the worker that counts them may be replaced."""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from cflow.engine.base.messages import Stats
+
+GAUGES = ("n_running", "n_waiting", "n_kv_used", "n_kv_blocks")
+DISK_GAUGES = ("n_resident", "n_loading", "n_overdue")
+
+
+class Totals:
+    """stats: gauges of this worker, totals over all of them."""
+
+    def __init__(self) -> None:
+        self.stats = Stats()
+        self._before = Stats()  # totals of the workers that are gone
+
+    def update(self, stats: Stats) -> None:
+        self.stats = _sum(self._before, stats)
+
+    def end_worker(self) -> None:
+        disk = {k: replace(s, **dict.fromkeys(DISK_GAUGES, 0)) for k, s in self.stats.disk.items()}
+        self._before = self.stats = replace(self.stats, disk=disk, **dict.fromkeys(GAUGES, 0))
+
+
+def _sum(a: Any, b: Any) -> Any:
+    """Of numbers, of tuples, structs and dicts number by number; what is missing counts as nothing."""
+    if a is None or b is None:
+        return b if a is None else a
+    if isinstance(a, dict):
+        return {key: _sum(a.get(key), b.get(key)) for key in a | b}
+    if isinstance(a, tuple):
+        return tuple(x + y for x, y in zip_longest(a, b, fillvalue=0))
+    if isinstance(a, msgspec.Struct):
+        names = a.__struct_fields__
+        return type(a)(**{name: _sum(getattr(a, name), getattr(b, name)) for name in names})
+    return a + b

@@ -1,0 +1,209 @@
+"""Model files of others into ours: `convert` reads a GGUF file or a Hugging Face folder."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cflow.engine.base.errors import ModelError
+from cflow.engine.base.metadata import parse_metadata
+from cflow.engine.base.reports import Progress
+from cflow.engine.files.formats.cflow import Contents, Weight, write
+from cflow.engine.files.formats.gguf import GgufFile
+from cflow.engine.files.formats.matrix import Matrix
+from cflow.engine.files.formats.order import order_of, ordered
+from cflow.engine.files.formats.quantise import QUANTISERS
+from cflow.engine.files.formats.safetensors import SafetensorsFolder
+from cflow.engine.files.formats.tiles import Bytes, pack, stripe_rows
+from cflow.engine.files.models import (
+    banks,
+    gguf_model,
+    gguf_vocabulary,
+    hf_model,
+    hf_vocabulary,
+    pipeline_model,
+)
+from cflow.engine.files.models.fields import Fields
+from cflow.engine.files.models.spec import ModelSpec
+from cflow.engine.files.models.vocabulary import Vocabulary
+from cflow.engine.files.models.weights import Weights
+
+QUANTS = ("keep", *QUANTISERS)
+F32_ROLES = ("router", "shared_scale")  # matrices that are never quantised
+HASH_CHUNK = 8 << 20
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model as it was found. files: those with weights, what the source hash is taken of."""
+
+    spec: ModelSpec
+    weights: Weights
+    vocabulary: Vocabulary
+    licence: str | None
+    path: Path
+    files: list[Path]
+    close: Callable[[], None]
+
+
+def convert(
+    source: str,
+    out: Path,
+    *,
+    quant: str = "keep",
+    order: str | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Writes `out`, whole or not at all. source: a .gguf file or a folder with config.json.
+
+    quant "keep" puts each tensor in the encoding that holds it exactly (Q5_K: up to f16 rounding of
+    scale and minimum); others quantise every matrix but routers and shared-expert gates. order:
+    "layer" or "stage", None for that of out's suffix.
+    """
+    if quant not in QUANTS:
+        raise ModelError(f"--quant {quant} is not known; one of {', '.join(QUANTS)}")
+    order = order_of(out, order)
+    if os.path.exists(out) and os.path.exists(source) and os.path.samefile(source, out):
+        raise ModelError(f"{out} is the source itself; name another file for the result")
+    found = open_source(Path(source))
+    try:
+        write(ordered(_contents(found, quant), order), out, progress)
+    finally:
+        found.close()
+
+
+def open_source(path: Path) -> Source:
+    """Reads headers only."""
+    if os.path.isdir(path):
+        return _open_folder(path)
+    if not os.path.isfile(path):
+        raise ModelError(f"{path} does not exist")
+    return _open_gguf(path)
+
+
+def _open_gguf(path: Path) -> Source:
+    file = GgufFile(path)
+    try:
+        spec = gguf_model.spec(file)
+        licence = file.metadata.get("general.license")
+        return Source(
+            spec=spec,
+            weights=gguf_model.weights(file),
+            vocabulary=gguf_vocabulary.vocabulary(file, spec.vocab_size),
+            licence=licence if isinstance(licence, str) else None,
+            path=path,
+            files=[path],
+            close=file.close,
+        )
+    except BaseException:
+        file.close()
+        raise
+
+
+def _open_folder(path: Path) -> Source:
+    folder = SafetensorsFolder(path)
+    try:
+        is_pipeline = folder.config.get("model_type") == pipeline_model.MODEL_TYPE
+        descriptor = pipeline_model if is_pipeline else hf_model
+        spec = descriptor.spec(folder)
+        return Source(
+            spec=spec,
+            weights=descriptor.weights(folder),
+            vocabulary=hf_vocabulary.vocabulary(folder, spec.vocab_size),
+            licence=Fields(folder.config, str(path / "config.json")).text("licence", "") or None,
+            path=path,
+            files=folder.files(),
+            close=folder.close,
+        )
+    except BaseException:
+        folder.close()
+        raise
+
+
+def _contents(source: Source, quant: str) -> Contents:
+    spec = source.spec
+    spec.check()
+    vocabulary = source.vocabulary.within(spec.vocab_size, str(source.path))
+    origin = _Origin(source.weights, quant)
+    resident, experts = banks.resident(spec, origin), banks.expert_records(spec, origin)
+    source.weights.refuse_leftovers()
+    parse_metadata(vocabulary.metadata(), len(vocabulary.tokens))  # what is written can be served
+    return Contents(
+        header=spec.header(len(vocabulary.tokens)),
+        layers=spec.layer_records(),
+        metadata=_metadata(source, quant) | vocabulary.metadata(),
+        tokenizer=vocabulary.tokenizer_json,
+        token_bytes=vocabulary.section(),
+        resident=resident,
+        experts=experts,
+    )
+
+
+def _metadata(source: Source, quant: str) -> dict[str, Any]:
+    return {
+        "name": source.spec.name,
+        "architecture": source.spec.architecture,
+        "licence": source.licence,
+        "source": source.path.resolve().name,
+        "source_sha256": files_sha256(source.files),
+        "quantisation": quant,
+        "parameters": source.spec.n_parameters(),
+    }
+
+
+def files_sha256(paths: list[Path]) -> str:
+    """Of one file, or of several one after the other."""
+    digest = hashlib.sha256()
+    for path in paths:
+        with open(path, "rb") as file:
+            while chunk := file.read(HASH_CHUNK):
+                digest.update(chunk)
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """A source's tensors as weights to write."""
+
+    weights: Weights
+    quant: str
+
+    def weight(self, role: str, block: int, shape: tuple[int, ...]) -> Weight:
+        matrix = self.weights.find(role, block, shape)
+        if len(shape) == 1:
+            return _vector(role, block, matrix)
+        keep = matrix.encoding if self.quant == "keep" else self.quant
+        return _tiled(role, block, matrix, "f32" if role in F32_ROLES else keep)
+
+    def experts(
+        self, role: str, block: int, n_experts: int, shape: tuple[int, ...]
+    ) -> list[Weight]:
+        matrices = self.weights.find_experts(role, block, n_experts, (shape[0], shape[1]))
+        kinds = {matrix.encoding for matrix in matrices}
+        keep = kinds.pop() if len(kinds) == 1 else "f32"
+        encoding = keep if self.quant == "keep" else self.quant
+        return [_tiled(role, block, matrix, encoding) for matrix in matrices]
+
+
+def _tiled(role: str, block: int, matrix: Matrix, encoding: str) -> Weight:
+    rows = stripe_rows(matrix.n_rows)
+
+    def stripes(first: int, n: int) -> Bytes:
+        start = first * rows
+        planes = matrix.rows(start, min(n * rows, matrix.n_rows - start), encoding)
+        return pack(planes, rows)
+
+    return Weight(role, block, encoding, matrix.n_rows, matrix.n_cols, stripes)
+
+
+def _vector(role: str, block: int, matrix: Matrix) -> Weight:
+    def stripes(_first: int, _n: int) -> Bytes:
+        return matrix.floats().astype("<f4").view(np.uint8)
+
+    return Weight(role, block, "f32", 1, matrix.n_cols, stripes, is_vector=True)

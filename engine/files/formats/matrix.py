@@ -1,0 +1,39 @@
+"""A matrix or vector of a source file: a shape, and rows on demand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from cflow.engine.base.errors import ModelError
+from cflow.engine.files.formats.quantise import encode, values
+from cflow.engine.files.formats.tiles import Floats, Planes
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """n_rows x n_cols numbers; a vector is one row. `read(first, n)` gives n rows as Planes."""
+
+    name: str
+    n_rows: int
+    n_cols: int
+    encoding: str  # the one that holds it exactly
+    read: Callable[[int, int], Planes]
+
+    def rows(self, first: int, n: int, encoding: str) -> Planes:
+        """Rows [first, first + n) in any encoding, checked to be finite."""
+        planes = self.read(first, n)
+        if not planes.is_finite():
+            raise ModelError(f"tensor {self.name} holds NaN or infinite values")
+        planes = encode(planes, encoding)
+        if not planes.is_finite():
+            raise ModelError(f"tensor {self.name} has values too large for {encoding}")
+        return planes
+
+    def floats(self) -> Floats:
+        """All of it as f32 (n_rows, n_cols)."""
+        return values(self.rows(0, self.n_rows, "f32"))
+
+    def part(self, first: int, n: int) -> Matrix:
+        """Rows [first, first + n) as a matrix of its own."""
+        return replace(self, n_rows=n, read=lambda start, count: self.read(first + start, count))

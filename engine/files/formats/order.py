@@ -1,0 +1,59 @@
+"""The order of the weights in a file: layer by layer, or as the stages of the plan read them."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from cflow.engine.base.errors import ModelError
+from cflow.engine.files.formats.cflow import Contents, write_header
+from cflow.engine.native import Model, const
+
+SUFFIXES = {"layer": ".cflow", "stage": ".vflow"}
+
+
+def order_of(path: Path, order: str | None) -> str:
+    """The order to write `path` in: the one asked for, else that of its suffix, else by layer.
+
+    ModelError if name and order contradict each other.
+    """
+    by_suffix = {suffix: name for name, suffix in SUFFIXES.items()}
+    named = by_suffix.get(path.suffix)
+    if order is not None and order not in SUFFIXES:
+        raise ModelError(f"--order {order} is not known; one of {', '.join(SUFFIXES)}")
+    if order and named and order != named:
+        raise ModelError(
+            f"{path} is the name of a file in {named} order; with --order {order} "
+            f"it must end in {SUFFIXES[order]}"
+        )
+    return order or named or "layer"
+
+
+def ordered(contents: Contents, order: str) -> Contents:
+    """Contents that are in layer order, in the order asked for."""
+    return contents if order == "layer" else _by_stage(contents)
+
+
+def _by_stage(contents: Contents) -> Contents:
+    """Weights and experts each where the plan first reads them."""
+    rank = _ranks(contents)
+    return replace(
+        contents,
+        header=contents.header | {"order": const.Order.STAGE},
+        resident=sorted(contents.resident, key=lambda run: rank[run[0].block, run[0].role]),
+        experts=dict(
+            sorted(contents.experts.items(), key=lambda item: rank[item[0], "expert_gate"])
+        ),
+    )
+
+
+def _ranks(contents: Contents) -> dict[tuple[int, str], int]:
+    """By block and role, what the C planner says of a file without weights."""
+    with tempfile.TemporaryDirectory(prefix="cflow-order-") as folder:
+        path = Path(folder) / "header.cflow"
+        write_header(contents, path)
+        model = Model(str(path), header_only=True)
+        tensors = model.reading_order
+        model.close()
+    return {(t.block, const.Role(t.role).name.lower()): rank for rank, t in enumerate(tensors)}

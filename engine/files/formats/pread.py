@@ -1,0 +1,51 @@
+"""Files read by offset: bounded, never mapped, so a file that shrinks is an error and no signal."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import Self
+
+from cflow.engine.base.errors import ModelError
+
+
+class InputFile:
+    """An open file of a known size."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            # Opening a pipe would otherwise wait for somebody to write.
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            raise ModelError(f"cannot open {path}: {error.strerror}") from error
+        status = os.fstat(self._fd)
+        if not stat.S_ISREG(status.st_mode):
+            self.close()
+            raise ModelError(f"cannot open {path}: it is not a regular file")
+        self.n_bytes = status.st_size
+
+    def read(self, offset: int, n_bytes: int) -> bytes:
+        """Exactly n_bytes from offset; ModelError where the file has no such bytes."""
+        parts = []
+        while n_bytes > 0:
+            try:
+                part = os.pread(self._fd, n_bytes, offset)
+            except OSError as error:
+                raise ModelError(f"cannot read {self.path}: {error.strerror}") from error
+            if not part:
+                raise ModelError(f"{self.path} ended at byte {offset:,} while it was read")
+            parts.append(part)
+            offset += len(part)
+            n_bytes -= len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,181 @@
+"""Model references into .cflow files: catalogue names, paths, hf:org/repo, and the bundled model.
+
+What is not .cflow yet is converted once into the cache, $XDG_CACHE_HOME/cflow. A name there carries
+a hash of what it was made from, so a changed source is converted anew.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import glob
+import hashlib
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from cflow.engine.base.errors import ModelError, NoModelError
+from cflow.engine.base.reports import Report, silent
+from cflow.engine.files import catalogue
+from cflow.engine.files.catalogue import Entry
+from cflow.engine.files.convert import convert
+from cflow.engine.files.formats.cflow import MAGIC
+
+CONVERTER = 1  # raised when the same source would give another file
+BUNDLED = "tinystories"
+BUNDLED_FILE = Path(__file__).parent / "data" / "tinystories.cflow"
+HUB_FILES = ("*.json", "*.safetensors", "*.jinja")
+
+
+def resolve(reference: str, *, progress: Report = silent) -> Path:
+    """The .cflow or .vflow file of a reference. May download and convert: that takes a while."""
+    try:
+        return _resolve(reference, progress)
+    except OSError as error:
+        raise ModelError(f"cannot use the model {reference!r}: {error}") from error
+
+
+def _resolve(reference: str, report: Report) -> Path:
+    known = catalogue.entries()
+    if reference == BUNDLED:
+        return BUNDLED_FILE
+    if reference in known:
+        return _from_catalogue(known[reference], report)
+    if reference.startswith("hf:"):
+        return _from_path(_from_hub(reference.removeprefix("hf:"), report), report)
+    path = Path(os.path.expanduser(reference))
+    if not path.exists():
+        raise NoModelError(
+            f"no model {reference!r}: it is neither a file or folder here, nor hf:org/repo, nor in "
+            f"the catalogue ({', '.join([*known, BUNDLED])})"
+        )
+    return _from_path(path, report)
+
+
+def cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(base) / "cflow"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ModelError(
+            f"cannot make the cache folder {folder} ({error.strerror}); set XDG_CACHE_HOME to a "
+            "folder that can be written"
+        ) from error
+    return folder
+
+
+def _from_path(path: Path, report: Report) -> Path:
+    if path.is_file() and (path.suffix in (".cflow", ".vflow") or _begins(path, MAGIC)):
+        return path
+    if path.is_file() and path.suffix != ".gguf" and not _begins(path, b"GGUF"):
+        raise ModelError(
+            f"{path} is no model file; .cflow, .vflow, .gguf and Hugging Face folders are supported"
+        )
+    stem = re.sub(r"[^\w.-]", "_", path.resolve().name.removesuffix(".gguf"))[:100]
+    target = cache_folder() / f"{stem}-{_identity(path)}.cflow"
+    with _locked(target) as is_done:
+        if not is_done:
+            _convert(path, target, report)
+    return target
+
+
+def _convert(source: Path, target: Path, report: Report) -> None:
+    what = f"converting {source.name}"
+    convert(str(source), target, progress=lambda done, total: report(what, done, total))
+
+
+def _begins(path: Path, magic: bytes) -> bool:
+    try:
+        with open(path, "rb") as file:
+            return file.read(len(magic)) == magic
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _identity(path: Path) -> str:
+    """Where a source lies, and size and time of its files: hashing weights takes too long."""
+    path = path.resolve()
+    files = sorted(p for p in path.iterdir() if p.is_file()) if path.is_dir() else [path]
+    parts = [str(CONVERTER), str(path)]
+    for file in files:
+        status = file.stat()
+        parts.append(f"{file.name}\0{status.st_size}\0{status.st_mtime_ns}")
+    return hashlib.sha256("\n".join(parts).encode(errors="surrogateescape")).hexdigest()[:16]
+
+
+@contextmanager
+def _locked(target: Path) -> Iterator[bool]:
+    """One process at a time makes `target`; yields whether another one has made it already."""
+    if target.exists():
+        yield True
+        return
+    with open(target.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        _clear(target)
+        yield target.exists()
+
+
+def _clear(target: Path) -> None:
+    """Removes what processes that were killed while they made `target` have left."""
+    for part in target.parent.glob(f".{glob.escape(target.name)}.*.part"):
+        if part.is_dir():
+            shutil.rmtree(part, ignore_errors=True)
+        else:
+            part.unlink(missing_ok=True)
+
+
+def has_made(name: str) -> bool:
+    """Whether this model of the catalogue needs neither network nor conversion."""
+    entry = catalogue.entries().get(name)
+    return entry is not None and _catalogue_file(entry).exists()
+
+
+def _catalogue_file(entry: Entry) -> Path:
+    return cache_folder() / f"{entry.name}-{entry.sha256[:12]}-{CONVERTER}.cflow"
+
+
+def _from_catalogue(entry: Entry, report: Report) -> Path:
+    target = _catalogue_file(entry)
+    with _locked(target) as is_done:
+        if not is_done:
+            _need_space(entry, target.parent)
+            prefix, suffix = f".{target.name}.", ".part"  # for _clear
+            with tempfile.TemporaryDirectory(suffix, prefix, target.parent) as folder:
+                checkpoint = Path(folder) / f"{entry.name}.gguf"
+                catalogue.fetch(entry, checkpoint, report)
+                _convert(checkpoint, target, report)
+    return target
+
+
+def _need_space(entry: Entry, folder: Path) -> None:
+    """The checkpoint, its last part, and the converted file, which may be a third larger."""
+    need = entry.bytes * (1 + 4 / 3) + entry.bytes / len(entry.parts)
+    free = shutil.disk_usage(folder).free
+    if free < need:
+        raise ModelError(
+            f"{entry.name} needs {need / 1e9:.1f} GB in {folder} while it is fetched; "
+            f"{free / 1e9:.1f} GB are free"
+        )
+
+
+def _from_hub(repository: str, report: Report) -> Path:
+    """Downloads a repository, or finds it in the hub's own cache. org/repo or org/repo@revision."""
+    import huggingface_hub  # takes half a second, and is seldom needed
+    from huggingface_hub import errors
+
+    name, _, revision = repository.partition("@")
+    report(f"fetching {name}", 0, 0)
+    try:
+        folder = huggingface_hub.snapshot_download(
+            name, revision=revision or None, allow_patterns=list(HUB_FILES)
+        )
+    except (OSError, ValueError, errors.HfHubHTTPError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(
+            f"cannot fetch hf:{repository} ({first}). With a network, `hf download {name}` must work"
+        ) from error
+    return Path(folder)

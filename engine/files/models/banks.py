@@ -1,0 +1,55 @@
+"""The order of a model's weights in its file: that in which compute consumes them."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from cflow.engine.files.formats.cflow import MODEL_LEVEL, Run, Weight
+from cflow.engine.files.models.spec import ModelSpec
+
+Shape = tuple[int, ...]
+
+
+class Origin(Protocol):
+    """Where weights come from: a file, or a random generator."""
+
+    def weight(self, role: str, block: int, shape: Shape) -> Weight: ...
+
+    def experts(self, role: str, block: int, n_experts: int, shape: Shape) -> list[Weight]: ...
+
+
+def resident(spec: ModelSpec, origin: Origin) -> list[Run]:
+    """The resident bank. A tied embedding is the head, and so goes last."""
+    shapes = spec.global_shapes()
+    last = "embedding" if spec.tied else "head"
+    runs: list[Run] = []
+    if not spec.tied:
+        runs.append((origin.weight("embedding", MODEL_LEVEL, shapes["embedding"]),))
+    for block, layer in enumerate(spec.layers):
+        roles = layer.shapes(spec.d_model).items()
+        runs += _interleaved([origin.weight(role, block, shape) for role, shape in roles])
+    runs += [(origin.weight(role, MODEL_LEVEL, shapes[role]),) for role in ("final_norm", last)]
+    return runs
+
+
+def expert_records(spec: ModelSpec, origin: Origin) -> dict[int, list[list[Run]]]:
+    """Per block with experts and per expert the record: gate and up interleaved, then down."""
+    records = {}
+    for block, layer in enumerate(spec.layers):
+        if not layer.n_experts:
+            continue
+        roles = layer.expert_shapes(spec.d_model).items()
+        columns = [origin.experts(role, block, layer.n_experts, shape) for role, shape in roles]
+        records[block] = [_interleaved(list(one)) for one in zip(*columns, strict=True)]
+    return records
+
+
+def _interleaved(weights: list[Weight]) -> list[Run]:
+    """Weights as runs: an up joins the gate before it."""
+    runs: list[Run] = []
+    for weight in weights:
+        if weight.role in ("up", "shared_up", "expert_up"):
+            runs[-1] = (*runs[-1], weight)
+        else:
+            runs.append((weight,))
+    return runs

@@ -1,0 +1,95 @@
+"""Typed, bounded access to a model's own keys: GGUF metadata, or a JSON config."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from cflow.engine.base.errors import ModelError
+
+MAX_COUNT = 1 << 31
+
+
+class Fields:
+    """Keys of one origin. A key that is absent or null takes `default`; None means it is needed."""
+
+    def __init__(self, values: Mapping[str, Any], origin: str, prefix: str = "") -> None:
+        self._values = values
+        self.origin = origin
+        self._prefix = prefix
+
+    def __contains__(self, key: str) -> bool:
+        return self.get(key) is not None
+
+    def get(self, key: str) -> Any:
+        return self._values.get(self._prefix + key)
+
+    def error(self, key: str, message: str) -> ModelError:
+        return ModelError(f"{self.origin}: {self._prefix}{key} {message}")
+
+    def count(
+        self, key: str, default: int | None = None, low: int = 0, high: int = MAX_COUNT
+    ) -> int:
+        value = self._known(key, default)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self.error(key, f"is {_short(value)}, an integer is needed")
+        if not low <= value <= high:
+            raise self.error(key, f"is {value}, {low} to {high} is allowed")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self._known(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.error(key, f"is {_short(value)}, a number is needed")
+        if not math.isfinite(value) or abs(value) > 3e38:
+            raise self.error(key, f"is {value}, which is not finite")
+        return float(value)
+
+    def positive(self, key: str, default: float | None = None) -> float:
+        value = self.number(key, default)
+        if value <= 0:
+            raise self.error(key, f"is {value}, it must be above 0")
+        return value
+
+    def flag(self, key: str, default: bool | None = None) -> bool:
+        value = self._known(key, default)
+        if not isinstance(value, bool):
+            raise self.error(key, f"is {_short(value)}, true or false is needed")
+        return value
+
+    def text(self, key: str, default: str | None = None) -> str:
+        value = self._known(key, default)
+        if not isinstance(value, str):
+            raise self.error(key, f"is {_short(value)}, a string is needed")
+        return value
+
+    def ids(self, key: str) -> list[int]:
+        """A token id, a list of them, or nothing."""
+        value = self.get(key)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        for token in ids:
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < MAX_COUNT:
+                raise self.error(key, f"is {_short(value)}, token ids are needed")
+        return ids
+
+    def refuse(self, key: str, *neutral: Any) -> None:
+        """A key that changes what the model computes, in a way we lack."""
+        value = self.get(key)
+        if value is not None and (isinstance(value, np.ndarray) or value not in neutral):
+            raise self.error(key, f"is {_short(value)}, which is not supported")
+
+    def _known(self, key: str, default: Any) -> Any:
+        value = self.get(key)
+        if value is None:
+            value = default
+        if value is None:
+            raise self.error(key, "is missing")
+        return value
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

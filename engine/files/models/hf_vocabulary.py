@@ -1,0 +1,138 @@
+"""A byte-level BPE tokenizer out of a Hugging Face folder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from cflow.engine.base.errors import ModelError
+from cflow.engine.base.metadata import GENERATION_RANGES
+from cflow.engine.files.formats.safetensors import SafetensorsFolder, parse_json
+from cflow.engine.files.models.fields import Fields
+from cflow.engine.files.models.vocabulary import (
+    SPECIAL,
+    Vocabulary,
+    byte_characters,
+    byte_vocabulary,
+    check_rows,
+    token_text,
+)
+
+TOKENIZER_FILES = ("tokenizer.model", "vocab.json", "tokenizer_config.json")
+
+
+def vocabulary(folder: SafetensorsFolder, vocab_size: int) -> Vocabulary:
+    """tokenizer.json and what the configs say about its ids. A folder without any tokenizer file
+    (a model made for tests) gets one token a byte."""
+    origin = str(folder.path)
+    data = folder.text("tokenizer.json")
+    configs = [_optional(folder, n) for n in ("generation_config.json", "tokenizer_config.json")]
+    generation, settings = (Fields(config, origin) for config in configs)
+    config = Fields(folder.config, origin)
+    if data is None:
+        base = _without_tokenizer(folder, vocab_size)
+        tokenizer = None
+    else:
+        tokenizer = _tokenizer(data, f"{origin}/tokenizer.json")
+        base = Vocabulary(data, _tokens(tokenizer, vocab_size, origin))
+    bos = _token_id(tokenizer, settings, "bos_token")
+    ends = {*config.ids("eos_token_id"), *generation.ids("eos_token_id")}
+    ends |= _found(_token_id(tokenizer, settings, "eos_token"))
+    first = [*generation.ids("bos_token_id"), *config.ids("bos_token_id"), None][0]
+    bos_id = bos if bos is not None else first
+    return Vocabulary(
+        tokenizer_json=base.tokenizer_json,
+        tokens=base.tokens,
+        bos_id=bos_id,
+        add_bos=_adds_bos(tokenizer, settings, bos_id),
+        eos_ids=sorted(ends),
+        pad_id=_token_id(tokenizer, settings, "pad_token"),
+        chat_template=_chat_template(folder, settings),
+        generation={key: generation.number(key) for key in GENERATION_RANGES if key in generation},
+    )
+
+
+def _optional(folder: SafetensorsFolder, name: str) -> dict[str, Any]:
+    data = folder.text(name)
+    return {} if data is None else parse_json(data, str(folder.path / name))
+
+
+def _without_tokenizer(folder: SafetensorsFolder, vocab_size: int) -> Vocabulary:
+    found = [name for name in TOKENIZER_FILES if (folder.path / name).exists()]
+    if found:
+        raise ModelError(
+            f"{folder.path} has {', '.join(found)} but no tokenizer.json; only byte-level BPE in "
+            "a tokenizer.json is supported"
+        )
+    return byte_vocabulary(vocab_size)
+
+
+def _tokenizer(data: bytes, origin: str) -> Tokenizer:
+    """ModelError where it is no byte-level BPE."""
+    settings = parse_json(data, origin)
+    model = settings.get("model")
+    kind = model.get("type", "BPE") if isinstance(model, dict) else None
+    decoder = settings.get("decoder")
+    byte_level = isinstance(decoder, dict) and "ByteLevel" in str(decoder)
+    if kind != "BPE" or not byte_level or (isinstance(model, dict) and model.get("byte_fallback")):
+        raise ModelError(f"{origin}: only byte-level BPE is supported, this is {kind}")
+    try:
+        return Tokenizer.from_str(data.decode())
+    except Exception as error:  # the library has no narrower type
+        raise ModelError(f"{origin}: {error}") from error
+
+
+def _tokens(tokenizer: Tokenizer, vocab_size: int, origin: str) -> list[tuple[bytes, int]]:
+    table = byte_characters()
+    added = tokenizer.get_added_tokens_decoder()
+    vocab = {token: text for text, token in tokenizer.get_vocab(with_added_tokens=True).items()}
+    n_tokens = max(vocab, default=-1) + 1
+    check_rows(n_tokens, vocab_size, origin)  # one absurd id makes the table too large to build
+    rows = []
+    for token in range(n_tokens):
+        if token in added:
+            entry = added[token]
+            rows.append((entry.content.encode(), SPECIAL if entry.special else 0))
+        elif token in vocab:
+            rows.append((token_text(vocab[token], table), 0))
+        else:
+            rows.append((b"", SPECIAL))
+    return rows
+
+
+def _token_id(tokenizer: Tokenizer | None, settings: Fields, key: str) -> int | None:
+    """The id of a token named in tokenizer_config.json, as a string or as an added token."""
+    value = settings.get(key)
+    if isinstance(value, dict):
+        value = value.get("content")
+    if tokenizer is None or not isinstance(value, str):
+        return None
+    token: int | None = tokenizer.token_to_id(value)
+    return token
+
+
+def _found(token: int | None) -> set[int]:
+    return set() if token is None else {token}
+
+
+def _adds_bos(tokenizer: Tokenizer | None, settings: Fields, bos_id: int | None) -> bool:
+    """What the tokenizer's post-processor does counts, then the config's word."""
+    if tokenizer is None or bos_id is None:
+        return False
+    ids = tokenizer.encode("a").ids
+    return ids[:1] == [bos_id] or settings.flag("add_bos_token", False)
+
+
+def _chat_template(folder: SafetensorsFolder, settings: Fields) -> str | None:
+    data = folder.text("chat_template.jinja")
+    if data is not None:
+        try:
+            return data.decode()
+        except UnicodeDecodeError as error:
+            raise ModelError(f"{folder.path}/chat_template.jinja is not UTF-8") from error
+    value = settings.get("chat_template")
+    if isinstance(value, list):  # several named ones
+        defaults = [v for v in value if isinstance(v, dict) and v.get("name") == "default"]
+        value = defaults[-1].get("template") if defaults else None
+    return value if isinstance(value, str) else None

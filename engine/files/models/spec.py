@@ -1,0 +1,188 @@
+"""What a model is, whichever file it came from: the fields of cflow.h and the tensors they imply."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from cflow.engine import native
+from cflow.engine.base.errors import ModelError
+
+MAX_LAYERS = 1024
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding. kind: none, half, interleaved; scaling: plain, linear, llama3."""
+
+    kind: str
+    dim: int
+    base: float
+    scaling: str = "plain"
+    factor: float = 1.0
+    low_freq: float = 1.0
+    high_freq: float = 1.0
+    original_context: int = 0
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One layer; the names are those of cflow_layer, enumerations as lower-case strings."""
+
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    rope: Rope
+    norm_eps: float
+    window: int = 0
+    qk_norm: str = "none"
+    qkv_bias: bool = False
+    o_bias: bool = False
+    d_ff: int = 0
+    activation: str = "silu"
+    activation_on_up: bool = False
+    n_experts: int = 0
+    top_k: int = 0
+    renormalise: bool = False
+    expert_scale: float = 1.0
+    d_expert: int = 0
+    d_shared: int = 0
+    shared_gate: bool = False
+    v_norm: bool = False
+    norms_shared: bool = True
+    dense_source: str = "post_attention"
+    expert_anchor: str = "post_attention"
+    expert_delay: int = 0
+    residual_scale: float = 1.0
+
+    def fields(self, block: int) -> dict[str, Any]:
+        """The fields of cflow_layer."""
+        const = native.const
+        fields = asdict(self)
+        rope = fields.pop("rope")
+        del fields["qkv_bias"], fields["o_bias"]
+        fields |= {f"rope_{name}": value for name, value in rope.items()}
+        fields |= {
+            "block": block,
+            "attention_scale": 1 / math.sqrt(self.head_dim),
+            "norm_offset": 0.0,
+            "qk_norm": const.QkNorm[self.qk_norm.upper()],
+            "rope_kind": const.RopeKind[self.rope.kind.upper()],
+            "rope_scaling": const.RopeScaling[self.rope.scaling.upper()],
+            "activation": const.Activation[self.activation.upper()],
+            "dense_source": const.Source[self.dense_source.upper()],
+            "expert_anchor": const.Source[self.expert_anchor.upper()],
+        }
+        return fields
+
+    def shapes(self, d_model: int) -> dict[str, tuple[int, ...]]:
+        """Role to shape of what lies in the resident bank, in file order; (n,) is a vector."""
+        q, kv = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
+        shapes: dict[str, tuple[int, ...]] = {"norm1": (d_model,)}
+        shapes |= {"q": (q, d_model), "k": (kv, d_model), "v": (kv, d_model)}
+        if self.qkv_bias:
+            shapes |= {"q_bias": (q,), "k_bias": (kv,), "v_bias": (kv,)}
+        if self.qk_norm == "head":
+            shapes |= {"q_norm": (self.head_dim,), "k_norm": (self.head_dim,)}
+        if self.qk_norm == "full":
+            shapes |= {"q_norm": (q,), "k_norm": (kv,)}
+        shapes["o"] = (d_model, q)
+        if self.o_bias:
+            shapes["o_bias"] = (d_model,)
+        shapes["norm2"] = (d_model,)
+        if self.n_experts and not self.norms_shared:
+            shapes["norm3"] = (d_model,)
+        if self.n_experts:
+            shapes["router"] = (self.n_experts, d_model)
+        shapes |= _ffn_shapes("", self.d_ff, d_model)
+        shapes |= _ffn_shapes("shared_", self.d_shared, d_model)
+        if self.shared_gate:
+            shapes["shared_scale"] = (1, d_model)
+        return shapes
+
+    def expert_shapes(self, d_model: int) -> dict[str, tuple[int, ...]]:
+        """Role to shape of one expert's matrices."""
+        return _ffn_shapes("expert_", self.d_expert, d_model)
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model without its vocabulary; weights are found by role.
+
+    layers: those with weights of their own. passes: times they run, one after the other.
+    """
+
+    architecture: str
+    name: str
+    d_model: int
+    vocab_size: int
+    context: int
+    tied: bool
+    norm_eps: float
+    layers: list[LayerSpec] = field(default_factory=list)
+    passes: int = 1
+
+    def header(self, n_tokens: int) -> dict[str, Any]:
+        """The fields of cflow_header that a model decides."""
+        return {
+            "order": native.const.Order.LAYER,
+            "n_blocks": len(self.layers),
+            "d_model": self.d_model,
+            "vocab_size": self.vocab_size,
+            "n_tokens": n_tokens,
+            "context": self.context,
+            "tied": int(self.tied),
+            "embedding_scale": 1.0,
+            "final_norm_eps": self.norm_eps,
+            "final_norm_offset": 0.0,
+        }
+
+    def layer_records(self) -> list[dict[str, Any]]:
+        """The fields of every cflow_layer, in the order they run."""
+        return [
+            layer.fields(block)
+            for _ in range(self.passes)
+            for block, layer in enumerate(self.layers)
+        ]
+
+    def global_shapes(self) -> dict[str, tuple[int, ...]]:
+        table = (self.vocab_size, self.d_model)
+        heads = {} if self.tied else {"head": table}
+        return {"embedding": table, "final_norm": (self.d_model,), **heads}
+
+    def n_parameters(self) -> int:
+        total = sum(math.prod(shape) for shape in self.global_shapes().values())
+        for layer in self.layers:
+            total += sum(math.prod(shape) for shape in layer.shapes(self.d_model).values())
+            one = sum(math.prod(shape) for shape in layer.expert_shapes(self.d_model).values())
+            total += layer.n_experts * one
+        return total
+
+    def check(self) -> None:
+        """ModelError where numbers contradict each other; the C reader has the last word."""
+        n_layers = len(self.layers) * self.passes
+        if not 1 <= n_layers <= MAX_LAYERS:
+            raise ModelError(f"{n_layers} layers; 1 to {MAX_LAYERS} are supported")
+        for layer in self.layers:
+            if layer.n_heads % layer.n_kv_heads:
+                raise ModelError(
+                    f"{layer.n_heads} heads cannot share {layer.n_kv_heads} KV heads evenly"
+                )
+            if layer.rope.dim % 2 or layer.rope.dim > layer.head_dim:
+                raise ModelError(
+                    f"{layer.rope.dim} rotary dimensions of a head of {layer.head_dim}: "
+                    "an even number, at most the whole head, is needed"
+                )
+            if layer.top_k > layer.n_experts:
+                raise ModelError(f"{layer.top_k} experts a token, but only {layer.n_experts} exist")
+
+
+def _ffn_shapes(prefix: str, width: int, d_model: int) -> dict[str, tuple[int, ...]]:
+    if not width:
+        return {}
+    return {
+        f"{prefix}gate": (width, d_model),
+        f"{prefix}up": (width, d_model),
+        f"{prefix}down": (d_model, width),
+    }

@@ -1,0 +1,118 @@
+"""Tokens of a model: tokenizer.json, the bytes of every id, and the ids with a meaning.
+
+Only byte-level BPE: every byte is one of 256 printable characters, by GPT-2's table.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
+from cflow.engine.base.errors import ModelError
+
+SPECIAL = 1  # flag of a token that is never shown
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """tokens: (bytes, flags) by id. An id that is not defined has no bytes and is special."""
+
+    tokenizer_json: bytes
+    tokens: list[tuple[bytes, int]]
+    bos_id: int | None = None
+    add_bos: bool = False
+    eos_ids: list[int] = field(default_factory=list)
+    pad_id: int | None = None
+    chat_template: str | None = None
+    generation: dict[str, float] = field(default_factory=dict)
+
+    def section(self) -> bytes:
+        """The token-bytes table of docs/format.md."""
+        ends = np.cumsum([len(text) for text, _ in self.tokens], dtype=np.uint32)
+        flags = bytes(flag for _, flag in self.tokens)
+        text = b"".join(text for text, _ in self.tokens)
+        return struct.pack("<I", len(self.tokens)) + ends.astype("<u4").tobytes() + flags + text
+
+    def metadata(self) -> dict[str, Any]:
+        return {
+            "chat_template": self.chat_template,
+            "bos_id": self.bos_id,
+            "add_bos": self.add_bos,
+            "eos_ids": self.eos_ids,
+            "pad_id": self.pad_id,
+            "generation": self.generation,
+        }
+
+    def within(self, vocab_size: int, origin: str) -> Vocabulary:
+        """Without meanings for ids that are no tokens; ModelError where a token has no row in the
+        embedding."""
+        n_tokens = len(self.tokens)
+        check_rows(n_tokens, vocab_size, origin)
+        bos, pad = (
+            None if token is None or token >= n_tokens else token
+            for token in (self.bos_id, self.pad_id)
+        )
+        return replace(
+            self,
+            bos_id=bos,
+            add_bos=self.add_bos and bos is not None,
+            pad_id=pad,
+            eos_ids=[token for token in self.eos_ids if token < n_tokens],
+        )
+
+
+def check_rows(n_tokens: int, vocab_size: int, origin: str) -> None:
+    if n_tokens > vocab_size:
+        raise ModelError(
+            f"{origin}: the tokenizer has {n_tokens:,} tokens, "
+            f"the embedding only {vocab_size:,} rows"
+        )
+
+
+def byte_characters() -> dict[str, int]:
+    """GPT-2's table: the character that stands for a byte, to the byte."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    table = {chr(byte): byte for byte in printable}
+    return table | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+def token_text(token: str, table: dict[str, int]) -> bytes:
+    """The bytes of a vocabulary entry; a token outside the table stands for itself."""
+    try:
+        return bytes(table[character] for character in token)
+    except KeyError:
+        return token.encode()
+
+
+def byte_level_bpe(
+    vocab: dict[str, int],
+    merges: list[tuple[str, str]],
+    patterns: list[str],
+    added: list[AddedToken],
+    *,
+    ignore_merges: bool = False,
+    normalizer: Any = None,
+) -> Tokenizer:
+    """patterns: regular expressions that split the text, one after the other."""
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=ignore_merges))
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    tokenizer.add_tokens(added)
+    return tokenizer
+
+
+def byte_vocabulary(vocab_size: int) -> Vocabulary:
+    """One token a byte: for models that come without a tokenizer."""
+    characters = sorted(byte_characters().items(), key=lambda item: item[1])[:vocab_size]
+    tokenizer = byte_level_bpe({char: byte for char, byte in characters}, [], [], [])
+    tokens = [(bytes([byte]), 0) for _, byte in characters]
+    return Vocabulary(tokenizer.to_str().encode(), tokens)

@@ -1,0 +1,90 @@
+"""A model's tensors by role, under whatever names its file gives them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from cflow.engine.base.errors import ModelError
+from cflow.engine.files.formats.matrix import Matrix
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """All experts in one tensor (n_experts, n_parts * rows, columns); a role is one of the parts."""
+
+    name: str
+    part: int = 0
+    n_parts: int = 1
+
+
+@dataclass(frozen=True)
+class Naming:
+    """Templates with {layer} and {expert}. ignored: a pattern of names that hold no weights."""
+
+    plain: dict[str, str]
+    stacked: dict[str, Stacked]
+    each: dict[str, str]
+    ignored: str
+
+
+class Weights:
+    """Finds tensors, checks their shapes, and knows afterwards which ones nobody asked for."""
+
+    def __init__(
+        self,
+        origin: str,
+        naming: Naming,
+        shapes: Mapping[str, Shape],
+        matrix: Callable[[str], Matrix],
+    ) -> None:
+        self._origin = origin
+        self._naming = naming
+        self._shapes = shapes
+        self._matrix = matrix
+        self._used: set[str] = set()
+
+    def find(self, role: str, layer: int, shape: Shape) -> Matrix:
+        return self._checked(self._naming.plain[role].format(layer=layer), shape)
+
+    def find_experts(self, role: str, layer: int, n_experts: int, shape: Shape) -> list[Matrix]:
+        """One matrix of `shape` per expert, from a stacked tensor or from one each."""
+        n_rows, n_cols = shape
+        stacked = self._naming.stacked[role]
+        name = stacked.name.format(layer=layer)
+        if name in self._shapes:
+            whole = self._checked(name, (n_experts, stacked.n_parts * n_rows, n_cols))
+            starts = [(e * stacked.n_parts + stacked.part) * n_rows for e in range(n_experts)]
+            return [whole.part(start, n_rows) for start in starts]
+        names = self._naming.each[role]
+        return [
+            self._checked(names.format(layer=layer, expert=expert), shape)
+            for expert in range(n_experts)
+        ]
+
+    def _checked(self, name: str, shape: Shape) -> Matrix:
+        if name not in self._shapes:
+            raise ModelError(f"{self._origin}: tensor {name} is missing")
+        found = self._shapes[name]
+        if found != shape and (1, *found) != shape:
+            raise ModelError(
+                f"{self._origin}: tensor {name} has the shape {found}, {shape} is expected"
+            )
+        self._used.add(name)
+        return self._matrix(name)
+
+    def refuse_leftovers(self) -> None:
+        """Tensors without a role would change the answer, or are not this architecture's."""
+        left = [
+            name
+            for name in self._shapes
+            if name not in self._used and not re.fullmatch(self._naming.ignored, name)
+        ]
+        if left:
+            more = f" and {len(left) - 5} more" if len(left) > 5 else ""
+            raise ModelError(
+                f"{self._origin}: tensors of no known use: {', '.join(left[:5])}{more}"
+            )

@@ -1,0 +1,210 @@
+"""What a model will need and how fast it can go, from its header alone."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from cflow.engine import native
+from cflow.engine.base import machine
+from cflow.engine.base.config import EngineConfig
+from cflow.engine.base.errors import EngineError
+from cflow.engine.base.native_types import OpInfo
+from cflow.engine.files.inspect import check_whole
+from cflow.engine.files.synth import shape_names, synth_header
+from cflow.engine.measure.disk_probe import probe_disk
+from cflow.engine.memory.capacity import Capacity, check_context
+from cflow.engine.memory.experts import ExpertBank, read_header
+from cflow.engine.memory.kv_blocks import BLOCK
+from cflow.engine.memory.layer_memory import FixedWeights, fix_weights, pieces
+from cflow.engine.native import Model
+from cflow.engine.worker.loading import Share, kv_block_bytes, share_memory, threads_reason
+
+PROBE_PASSES = 3
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Ops that run together between two barriers."""
+
+    index: int
+    bytes: int  # weights read
+    ops: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sizes in bytes. Critical paths count the layers only, without router and head."""
+
+    model: str
+    n_stages: int
+    n_barriers: int
+    bytes_per_token: int
+    layer_bytes: int
+    critical_path_bytes: int
+    critical_path_closed_form_bytes: float
+    resident_bytes: int  # weights in memory
+    n_experts: int  # of all layers
+    expert_bytes: int  # what they take
+    expert_cache_bytes: int  # memory for them, part of resident_bytes
+    layer_memory_bytes: int  # set aside for layers, part of resident_bytes; 0: they all stay
+    layers_kept: int  # so many stay in it; 0, as the next two, where all do
+    layers_at_once: int  # of the others, which pass through it
+    layer_disk_bytes: int  # of the others, read by every step
+    disk_bytes_per_token: float  # these, and what one stream reads of equally wanted experts
+    disk_gb_s: float | None  # direct reads of such pieces, or the limit set; None: nothing to read
+    problem: str | None  # why the model does not fit
+    kv: str  # how keys and values are stored
+    kv_bytes_per_token: int
+    kv_positions: int  # of all sequences, for which a server sets memory aside; 0 with a problem
+    context: int  # of one sequence
+    notes: tuple[str, ...]  # what does not fit as it is set
+    available_bytes: int  # memory this machine can give
+    memory_limited_by: str  # the file that says so
+    probe_gb_s: float
+    threads: int
+    threads_reason: str
+    cpu_share: float  # of their time that the CPU quota lets them run
+    stages: tuple[Stage, ...]
+
+    @property
+    def predicted_decode_tok_s(self) -> float:
+        """One stream: memory bandwidth over the bytes of a token, as long as the quota lets it run, or
+        what the disk allows where that is less, reads hidden behind compute."""
+        tok_s = self.cpu_share * self.probe_gb_s * 1e9 / self.bytes_per_token
+        if self.disk_gb_s is not None:
+            tok_s = min(tok_s, self.disk_gb_s * 1e9 / self.disk_bytes_per_token)
+        return tok_s
+
+    @property
+    def context_in_memory(self) -> int:
+        """Positions, over all sequences, whose KV fits beside the weights."""
+        return max(self.available_bytes - self.resident_bytes, 0) // self.kv_bytes_per_token
+
+    def to_json(self) -> dict[str, Any]:
+        fields = asdict(self)
+        fields["stage_list"] = fields.pop("stages")
+        return {
+            "stages": self.n_stages,
+            "barriers": self.n_barriers,
+            "predicted_decode_tok_s": self.predicted_decode_tok_s,
+            "context_in_memory": self.context_in_memory,
+        } | fields
+
+
+def is_shape(reference: str) -> bool:
+    return reference in shape_names() or reference.endswith(".toml")
+
+
+def run(config: EngineConfig) -> Plan:
+    """The plan of a model file, next to this machine, as a server with these settings runs it, but
+    for the debugging precision. Measures memory bandwidth, and the disk where it counts: some seconds.
+    ModelError for a file that is not whole."""
+    check_whole(read_header(config))
+    return _run(config)
+
+
+def _run(config: EngineConfig) -> Plan:
+    """Also of a header alone."""
+    config = replace(config, precision="int8")
+    path, model = Path(config.model), read_header(config)
+    info, cores, memory = model.plan, machine.cores(), machine.memory()
+    bank = ExpertBank.of(model)
+    share, problem = _share(config, model)
+    cache, threads = share.expert_cache or bank.n_bytes, config.threads or cores.threads
+    weights = fix_weights(config, model, bank)
+    layers = weights.layers
+    layer_disk_bytes = layers.step_bytes if layers else 0
+    disk_bytes = layer_disk_bytes + _disk_bytes_per_token(model, bank, cache)
+    return Plan(
+        model=str(model.metadata.get("name") or path.stem),
+        n_stages=info.n_stages,
+        n_barriers=info.n_barriers,
+        bytes_per_token=info.bytes_per_token,
+        layer_bytes=info.layer_bytes,
+        critical_path_bytes=info.critical_path_bytes,
+        critical_path_closed_form_bytes=info.critical_path_closed_form_bytes,
+        resident_bytes=weights.n_bytes + cache,
+        n_experts=bank.n_records,
+        expert_bytes=bank.n_bytes,
+        expert_cache_bytes=cache,
+        layer_memory_bytes=weights.budget,
+        layers_kept=layers.n_kept if layers else 0,
+        layers_at_once=layers.n_slots - layers.n_kept if layers else 0,
+        layer_disk_bytes=layer_disk_bytes,
+        disk_bytes_per_token=disk_bytes,
+        disk_gb_s=_probe_disk(model, bank, config, weights) if disk_bytes else None,
+        problem=problem,
+        kv=config.kv,
+        kv_bytes_per_token=kv_block_bytes(config, model) // BLOCK,
+        kv_positions=share.capacity.n_kv_blocks * BLOCK,
+        context=share.capacity.max_context,
+        notes=share.capacity.notes,
+        available_bytes=memory.available,
+        memory_limited_by=memory.limited_by,
+        probe_gb_s=_probe_memory(memory.available, threads),
+        threads=threads,
+        threads_reason=threads_reason(config, cores),
+        cpu_share=min(1.0, cores.quota.cpus / threads) if cores.quota else 1.0,
+        stages=_stages(model.ops),
+    )
+
+
+def run_shape(config: EngineConfig) -> Plan:
+    """The plan of a shape of configs/shapes, in q4_0; no weights are made, so the disk is not known."""
+    with tempfile.TemporaryDirectory(prefix="cflow-plan-") as folder:
+        path = Path(folder) / f"{Path(config.model).stem}.cflow"
+        synth_header(config.model, path)
+        return _run(replace(config, model=str(path)))
+
+
+def _probe_memory(available: int, threads: int) -> float:
+    """GB/s."""
+    n_bytes = machine.beyond_caches(available)
+    return native.probe_bandwidth(n_bytes, threads, PROBE_PASSES) / 1e9
+
+
+def _share(config: EngineConfig, model: Model) -> tuple[Share, str | None]:
+    """What a server does with the memory, and what is wrong if there is too little of it: then as if
+    there were enough. EngineError for settings that no memory makes right."""
+    try:
+        return share_memory(config), None
+    except EngineError as error:
+        if error.code != "out_of_memory":
+            raise
+        capacity = Capacity(check_context(config, model.header.context), n_kv_blocks=0)
+        return Share(capacity, expert_cache=0), str(error)
+
+
+def _disk_bytes_per_token(model: Model, bank: ExpertBank, cache: int) -> float:
+    """What one stream misses if every expert is as likely as any other."""
+    if cache == bank.n_bytes:
+        return 0.0
+    n_wanted = sum(layer.top_k for layer in model.layers if layer.n_experts)
+    hit_ratio = cache // bank.record_bytes / bank.n_records
+    return n_wanted * (1 - hit_ratio) * bank.n_bytes / bank.n_records
+
+
+def _probe_disk(
+    model: Model, bank: ExpertBank, config: EngineConfig, weights: FixedWeights
+) -> float | None:
+    """GB/s; None for a file without its weights."""
+    path = Path(model.path)
+    if path.stat().st_size < model.header.file_bytes:
+        return None
+    if weights.layers:
+        bank = pieces(model, weights.layers.slot_bytes)
+    rate = probe_disk(path, bank, config.expert_reads)
+    return min(rate, config.expert_read_rate or rate) / 1e9
+
+
+def _stages(ops: list[OpInfo]) -> tuple[Stage, ...]:
+    by_stage: dict[int, list[OpInfo]] = {}
+    for op in ops:
+        by_stage.setdefault(op.stage, []).append(op)
+    return tuple(
+        Stage(index, sum(op.bytes for op in group), tuple(op.name for op in group))
+        for index, group in sorted(by_stage.items())
+    )

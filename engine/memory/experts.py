@@ -1,0 +1,190 @@
+"""Experts of which only some are in memory: how many, and what they count.
+
+A record is one expert of one layer: what the file keeps together and one read fetches.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from cflow.engine.base.config import EngineConfig, read_share
+from cflow.engine.base.errors import EngineError, ModelError
+from cflow.engine.base.reports import Progress
+from cflow.engine.memory.expert_uses import read_uses, uses_path, write_uses
+from cflow.engine.native import ExpertOptions, Model, const
+
+FREE_PART = 16  # one part in so many of the available memory is left alone
+TIMEOUT_S = 10.0  # a read without an answer for so long has failed
+SAVE_S = 10.0  # how often uses are kept
+
+log = logging.getLogger("cflow.worker")
+
+_RECORD = np.dtype(
+    [("block", "<u4"), ("expert", "<u4"), ("offset", "<u8"), ("bytes", "<u8"), ("crc", "<u8")]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertBank:
+    """All records of a model. record_bytes: of the largest, and what each takes of the cache."""
+
+    offsets: tuple[int, ...]  # from the start of the file
+    record_bytes: int
+    n_bytes: int
+
+    @staticmethod
+    def of(model: Model) -> ExpertBank:
+        records = np.frombuffer(model.section(const.SectionId.EXPERTS), _RECORD)
+        padded = -(-records["bytes"].astype(np.int64) // 4096) * 4096
+        start, _ = model.place(const.SectionId.EXPERT_BANK)
+        return ExpertBank(
+            offsets=tuple(start + offset for offset in records["offset"].tolist()),
+            record_bytes=int(padded.max(initial=0)),
+            n_bytes=int(padded.sum()),
+        )
+
+    @property
+    def n_records(self) -> int:
+        return len(self.offsets)
+
+
+def room_for_experts(available: int, taken: int) -> int:
+    """Bytes for experts where so many are available and the rest of a model takes so many."""
+    return available - available // FREE_PART - taken
+
+
+def choose_cache(config: EngineConfig, bank: ExpertBank, room: int) -> int:
+    """Bytes of memory for experts, 0 for all of them. room: how many nothing else needs.
+
+    EngineError where that is less than the reads in flight and one more record take."""
+    asked = config.expert_cache
+    if config.precision == "f32" or not bank.n_records:
+        if asked is not None:
+            why = "f32 keeps all in memory" if bank.n_records else "this model has no experts"
+            raise EngineError("invalid_request", f"expert_cache is set, but {why}; leave it out")
+        return 0
+    budget = room if asked is None else asked_cache(asked, bank)
+    if budget >= bank.n_bytes:
+        return 0
+    _check_budget(config, bank, budget)
+    return budget
+
+
+def asked_cache(asked: int | str, bank: ExpertBank) -> int:
+    """Bytes of an expert_cache that is set."""
+    return asked if isinstance(asked, int) else round(read_share(asked) * bank.n_bytes)
+
+
+def _check_budget(config: EngineConfig, bank: ExpertBank, budget: int) -> None:
+    n = config.expert_reads + 1
+    least = n * bank.record_bytes
+    if budget < least:
+        need = (
+            f"and at least {least:,} are needed: {n} of {bank.record_bytes:,} each, for "
+            f"{config.expert_reads} reads in flight and one more"
+        )
+        if config.expert_cache is not None:
+            message = (
+                f"{budget:,} bytes is the expert_cache, {need}; raise it or lower expert_reads"
+            )
+            raise EngineError("invalid_request", message)
+        message = f"{max(budget, 0):,} bytes are left for experts, {need}"
+        advice = "lower expert_reads, kv_memory or context"
+        raise EngineError("out_of_memory", f"{message}; {advice}")
+    check_rate(config, "expert", bank.record_bytes)
+
+
+def check_rate(config: EngineConfig, what: str, n_bytes: int) -> None:
+    """EngineError if expert_read_rate makes one read so slow that it counts as stuck."""
+    seconds = n_bytes / (config.expert_read_rate or math.inf)
+    if seconds > config.stuck_s / 2:
+        raise EngineError(
+            "invalid_request",
+            f"at expert_read_rate {config.expert_read_rate:,} one {what} of {n_bytes:,} "
+            f"bytes takes {seconds:.0f} s, and {config.stuck_s:g} s without progress count as stuck; "
+            "raise it",
+        )
+
+
+def expert_options(config: EngineConfig, cache: int) -> ExpertOptions:
+    """cache: bytes, as choose_cache says."""
+    return {
+        "cache": cache,
+        "io": config.expert_io,
+        "threads": config.expert_reads,
+        "timeout_s": min(TIMEOUT_S, config.stuck_s / 2),
+        "bytes_per_s": float(config.expert_read_rate or 0),
+    }
+
+
+def read_header(config: EngineConfig) -> Model:
+    """The model as config would have it, without its weights. EngineError if it cannot be so."""
+    return Model(
+        config.model,
+        header_only=True,
+        as_f32=config.precision == "f32",
+        defer_experts=config.defer_experts,
+    )
+
+
+def weight_bytes(model: Model, *, as_f32: bool) -> int:
+    """Memory that all weights of a model take."""
+    if not as_f32:
+        return model.header.file_bytes  # all but some small sections
+    copies = {layer.block: layer.n_experts for layer in model.layers}
+    n = 0
+    for tensor in model.tensors:
+        is_expert = tensor.role >= const.Role.EXPERT_GATE
+        n += tensor.n_rows * tensor.n_cols * (copies[tensor.block] if is_expert else 1)
+    return 4 * n
+
+
+class Experts:
+    """The expert cache of a loaded model that has one: its start, its memory."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._path = _find_uses(Path(model.path))
+        self._saved_at = time.monotonic()
+        self._trouble: str | None = None  # the last one with keeping uses
+
+    def warm(self, progress: Progress) -> None:
+        """Reads what earlier runs used most. What is long ago counts less each time."""
+        if self._path is None:
+            return
+        uses = read_uses(self._path, self._model.header.n_records)
+        if uses is not None:
+            self._model.warm(uses // 2, progress)
+
+    def save(self, *, at_once: bool = False) -> None:
+        """Keeps the uses for the next start, now and then or at once."""
+        now = time.monotonic()
+        if self._path is None or (not at_once and now < self._saved_at + SAVE_S):
+            return
+        self._saved_at = now
+        trouble = None
+        try:
+            write_uses(self._path, self._model.expert_uses)
+        except OSError as error:
+            trouble = error.strerror
+        if trouble and trouble != self._trouble:
+            log.warning("cannot keep %s, and will go on trying: %s", self._path, trouble)
+        self._trouble = trouble
+
+
+def _find_uses(model: Path) -> Path | None:
+    """Where the uses are kept; None, with a line in the log, where nothing can be."""
+    # Not above: it knows all file formats, and most workers have no use for them.
+    from cflow.engine.files.hub import cache_folder
+
+    try:
+        return uses_path(model, cache_folder())
+    except (OSError, ModelError) as error:
+        log.warning("the expert cache starts cold, and its uses are not kept: %s", error)
+        return None

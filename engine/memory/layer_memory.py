@@ -1,0 +1,87 @@
+"""Layers of which only some stay in memory: what the weights then take of it.
+
+A layer is a record: what a block's matrices take in the file, which every step reads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cflow.engine.base.config import EngineConfig, read_share
+from cflow.engine.base.errors import EngineError
+from cflow.engine.memory.experts import ExpertBank, check_rate, expert_options, weight_bytes
+from cflow.engine.native import LayerRecords, Model, const
+
+EVERYTHING = 1 << 60  # memory that holds any layers
+
+
+@dataclass(frozen=True, slots=True)
+class FixedWeights:
+    """All weights but experts. n_bytes: of memory; budget: what is set aside for layers, 0: they all
+    stay; layers: what that holds of them, None: they all stay."""
+
+    n_bytes: int
+    budget: int = 0
+    layers: LayerRecords | None = None
+
+
+def fix_weights(config: EngineConfig, model: Model, bank: ExpertBank) -> FixedWeights:
+    """model: its header. EngineError where weights_memory does not hold what a step needs at once."""
+    as_f32 = config.precision == "f32"
+    everything = FixedWeights(weight_bytes(model, as_f32=as_f32) - (0 if as_f32 else bank.n_bytes))
+    if config.weights_memory is None:
+        return everything
+    if as_f32:
+        message = "weights_memory is set, but f32 keeps all in memory; leave it out"
+        raise EngineError("invalid_request", message)
+    records = _records(config, bank, EVERYTHING)
+    budget = config.weights_memory
+    if isinstance(budget, str):
+        budget = round(read_share(budget) * records.n_records * records.slot_bytes)
+    apart_bytes = _apart_bytes(model)
+    if budget >= everything.n_bytes - apart_bytes:
+        return everything
+    _check_budget(config, records, budget)
+    layers = _records(config, bank, budget)
+    return FixedWeights(apart_bytes + layers.n_slots * layers.slot_bytes, budget, layers)
+
+
+def pieces(model: Model, slot_bytes: int) -> ExpertBank:
+    """The bank of the layers in pieces as large as one, to measure the disk with."""
+    start, n_bytes = model.place(const.SectionId.RESIDENT)
+    end = start + -(-n_bytes // 4096) * 4096
+    offsets = tuple(range(start, end - slot_bytes + 1, slot_bytes))
+    return ExpertBank(offsets, slot_bytes, len(offsets) * slot_bytes)
+
+
+def _records(config: EngineConfig, bank: ExpertBank, budget: int) -> LayerRecords:
+    """Experts on disk may need more layers at once: counted as if they were."""
+    experts = expert_options(config, bank.n_bytes)
+    model = Model(config.model, header_only=True, weights_memory=budget, experts=experts)
+    if model.layer_records is None:
+        raise ValueError(f"a budget of {budget}")
+    return model.layer_records
+
+
+def _apart_bytes(model: Model) -> int:
+    """Embedding, head and vectors."""
+    n = 0
+    for tensor in model.tensors:
+        if not tensor.stripe_rows:
+            n += 4 * tensor.n_cols
+        elif tensor.block == const.CFLOW_MODEL_LEVEL:
+            n += -(-tensor.n_rows // tensor.stripe_rows) * tensor.stripe_stride
+    return n
+
+
+def _check_budget(config: EngineConfig, records: LayerRecords, budget: int) -> None:
+    least = records.n_least * records.slot_bytes
+    if budget < least:
+        raise EngineError(
+            "invalid_request",
+            f"{budget:,} bytes is the weights_memory, and at least {least:,} are needed: "
+            f"{records.n_least} layers of {records.slot_bytes:,} each, for what a step needs at "
+            f"once and {config.expert_reads} reads in flight; raise weights_memory, or lower "
+            "expert_reads",
+        )
+    check_rate(config, "layer", records.slot_bytes)

@@ -1,0 +1,187 @@
+"""How a model writes tool calls and its reasoning, as its chat template shows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from cflow.engine.text import tagged_call
+from cflow.engine.text.grammar import combine, from_json_schema
+from cflow.engine.text.tokenizer import Tokenizer
+
+THINK, THOUGHT = "<think>", "</think>"
+
+Thinking = Literal["no", "maybe", "begun", "within"]  # when an answer begins; within: mid-sentence
+
+
+@dataclass(frozen=True, slots=True)
+class CallSyntax:
+    """A call is {"name": ..., key: {...}}; where there is an infix, it is name infix {...} instead, or
+    where there is an id_mark name id_mark id infix {...}; and where is_tagged, as tagged_call.py has
+    it. single, several: how calls are written, in Lark over the rules open, close, infix and call."""
+
+    key: str
+    open: str
+    close: str = ""
+    infix: str = ""
+    id_mark: str = ""
+    filling: str = ""  # characters that may stand between calls, besides white space
+    is_tagged: bool = False
+    is_bare: bool = False  # an answer may be a call without `open`
+    single: str = "call"
+    several: str = "call"
+    id_length: int = 24
+
+
+HERMES = CallSyntax(
+    "arguments",
+    "<tool_call>",
+    "</tool_call>",
+    single=r'open "\n" call "\n" close',
+    several=r'open "\n" call "\n" close ("\n" open "\n" call "\n" close)*',
+)
+QWEN_CODER = replace(HERMES, key="", is_tagged=True)
+LLAMA = CallSyntax("parameters", "<|python_tag|>", filling=";", is_bare=True)
+MISTRAL = CallSyntax(
+    "arguments",
+    "[TOOL_CALLS]",
+    filling="[,]",
+    single='open "[" call "]"',
+    several='open "[" call (", " call)* "]"',
+    id_length=9,  # its templates accept no other
+)
+MISTRAL_NAMED = CallSyntax(
+    "",
+    "[TOOL_CALLS]",
+    infix="[ARGS]",
+    single="open call",
+    several="(open call)+",
+    id_length=9,
+)
+MISTRAL_IDS = replace(MISTRAL_NAMED, id_mark="[CALL_ID]")
+OTHER = "<arg_key>"  # a way that is not known here
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """calls: None if the template takes no tools, or has calls written in a way not known here."""
+
+    calls: CallSyntax | None = None
+    thinks: bool = False
+
+    @classmethod
+    def of(cls, template: str) -> Dialect:
+        return cls(_syntax(template), THOUGHT in template)
+
+    def thinking(self, prompt: str, begun: str = "") -> Thinking:
+        """prompt: the rendered conversation. begun: the end of it that the answer goes on with."""
+        end, begun = prompt.rstrip(), begun.strip()
+        if begun.startswith(THINK) and THOUGHT not in begun:
+            return "within" if self.thinks else "no"
+        if not self.thinks or begun or end.endswith(THOUGHT):
+            return "no"
+        return "begun" if end.endswith(THINK) else "maybe"
+
+    def special_ids(self, tokenizer: Tokenizer) -> dict[str, int]:
+        """Of the marks, those that are special tokens of this model."""
+        marks = [THINK, THOUGHT] if self.thinks else []
+        if self.calls is not None:
+            calls = self.calls
+            marks += filter(None, (calls.open, calls.close, calls.infix, calls.id_mark))
+        encoded = {mark: tokenizer.encode(mark, add_bos=False) for mark in marks}
+        return {
+            mark: ids[0]
+            for mark, ids in encoded.items()
+            if len(ids) == 1 and tokenizer.is_special(ids[0])
+        }
+
+
+def _syntax(template: str) -> CallSyntax | None:
+    if "tools" not in template or OTHER in template:
+        return None
+    if tagged_call.FUNCTION in template:
+        is_known = HERMES.open in template and tagged_call.PARAMETER in template
+        return QWEN_CODER if is_known else None
+    if HERMES.open in template:
+        return HERMES
+    if MISTRAL.open in template:
+        if MISTRAL_NAMED.infix not in template:
+            return MISTRAL
+        return MISTRAL_IDS if MISTRAL_IDS.id_mark in template else MISTRAL_NAMED
+    is_llama = LLAMA.open in template or ("<|eot_id|>" in template and '"parameters"' in template)
+    return LLAMA if is_llama else None
+
+
+# ---- what an answer must look like ----
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """body: the grammar of what is not a call, if calls need not be; tools: name -> schema of the
+    arguments, of those that may be called."""
+
+    body: str | None
+    tools: Mapping[str, Any]
+    is_parallel: bool
+    thinking: Thinking
+
+
+def grammar_of(form: Form, dialect: Dialect, special: Mapping[str, int]) -> str:
+    """Reasoning where the model does that, then calls or the body."""
+    parts: dict[str, str] = {}
+    ways, rules = [], []
+    if form.body is not None:
+        parts["body"] = form.body
+        ways.append("@body")
+    if form.tools and (syntax := dialect.calls) is not None:
+        ways.append(syntax.several if form.is_parallel else syntax.single)
+        calls = []
+        for i, (name, schema) in enumerate(form.tools.items()):
+            if syntax.is_tagged:
+                call, more = tagged_call.rules_of(f"tool_{i}", name, schema, parts)
+                rules += more
+            else:
+                parts[f"tool_{i}"] = from_json_schema(schema)
+                call = _call(syntax, name, f"@tool_{i}")
+            calls.append(call)
+        rules.append("call: " + "\n  | ".join(calls))
+        for rule in ("open", "close", "infix"):
+            rules.append(f"{rule}: {_mark(getattr(syntax, rule), special)}")
+        if syntax.id_mark:
+            length = f"{{{syntax.id_length}}}"
+            rules.append(f"id: {_mark(syntax.id_mark, special)} /[a-zA-Z0-9]{length}/")
+    if form.body is not None and not form.tools and form.thinking == "no":
+        return form.body
+    start = _before(form.thinking) + "(" + " | ".join(ways) + ")"
+    if form.thinking != "no":
+        rules += [f"think: {_mark(THINK, special)}", *_thought(special)]
+    return combine("\n".join(["start: " + start, *rules]), parts)
+
+
+def _call(syntax: CallSyntax, name: str, arguments: str) -> str:
+    if syntax.infix:
+        return f"{_quote(name)} {'id ' if syntax.id_mark else ''}infix {arguments}"
+    head = f'{{"name": {json.dumps(name)}, "{syntax.key}": '
+    return f'{_quote(head)} {arguments} "}}"'
+
+
+def _before(thinking: Thinking) -> str:
+    if thinking == "no":
+        return ""
+    return r"(think thought /\s*/)? " if thinking == "maybe" else r"thought /\s*/ "
+
+
+def _thought(special: Mapping[str, int]) -> list[str]:
+    if THOUGHT in special:
+        return [rf"thought: /(.|\n)*/ {_mark(THOUGHT, special)}"]
+    return [r"thought[lazy]: /(.|\n)*<\/think>/"]
+
+
+def _mark(text: str, special: Mapping[str, int]) -> str:
+    return f"<[{special[text]}]>" if text in special else _quote(text)
+
+
+def _quote(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,104 @@
+"""The process that renders chat templates: `python -m cflow.engine.text.renderer`.
+
+A template comes with the model file and is a program: it runs in jinja2's immutable sandbox, and
+that in a jail. The first frame is the template's source; a job is its variables, in msgpack.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+import msgspec
+
+from cflow.engine.text.jail import answer_jobs
+
+TIME_S = 3.0
+MAX_OUTPUT_CHARS = 16 << 20
+
+
+class Result(msgspec.Struct, frozen=True, array_like=True):
+    text: str
+    error: str | None = None
+
+
+class _Generation(jinja2.ext.Extension):
+    """{% generation %} marks what a training loss counts; here only its content matters."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    """As transformers' apply_chat_template sets it up."""
+    env = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_Generation, "jinja2.ext.loopcontrols"],
+    )
+    env.filters["tojson"] = _tojson
+    env.globals["raise_exception"] = _raise_exception
+    env.globals["strftime_now"] = _strftime_now
+    return env
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Without jinja2's HTML escapes."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)
+
+
+class Renderer:
+    def __init__(self, source: bytes) -> None:
+        self._source = source.decode()
+        self._template: jinja2.Template | None = None
+
+    def answer(self, job: bytes) -> bytes:
+        return msgspec.msgpack.encode(self._render(msgspec.msgpack.decode(job)))
+
+    def _render(self, variables: dict[str, Any]) -> Result:
+        try:
+            if self._template is None:
+                self._template = environment().from_string(self._source)
+            text = self._template.render(variables)
+        except jinja2.TemplateSyntaxError as error:
+            return Result("", f"line {error.lineno}: {error.message}")
+        except MemoryError:
+            return Result("", "it takes too much memory")
+        except Exception as error:  # whatever a template does
+            return Result("", f"{error}"[:500] or type(error).__name__)
+        if len(text) > MAX_OUTPUT_CHARS:
+            return Result("", f"its output has {len(text)} characters, at most {MAX_OUTPUT_CHARS}")
+        return Result(text)
+
+
+if __name__ == "__main__":
+    answer_jobs(lambda source: Renderer(source).answer, TIME_S)

@@ -1,0 +1,350 @@
+"""An answer's text taken apart as it comes: reasoning, content, tool calls."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from itertools import groupby
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from cflow.engine.text.dialect import THINK, THOUGHT, CallSyntax, Thinking
+from cflow.engine.text.tagged_call import TaggedCall
+
+Kind = Literal["reasoning", "content", "call", "arguments", "broken"]
+
+_SPACE = " \t\r\n"
+_STRING = r'("(?:[^"\\]|\\.)*")'
+_MAX_ID = 64  # characters
+_KEYS = ("name", "arguments", "parameters", "id", "type")
+_FIRST_KEY = re.compile(r"\{\s*" + _STRING)
+_NAME = re.compile(r'\{\s*"name"\s*:\s*' + _STRING)
+_HEAD = re.compile(_NAME.pattern + r'\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+
+
+class Part(NamedTuple):
+    """text: of a call its name, of arguments a piece of their JSON; broken: call number `call`, begun
+    before, is none, and this is all its text."""
+
+    kind: Kind
+    text: str
+    call: int = -1
+
+
+class ReplyReader:
+    """Pieces may be cut anywhere. What only looks like a call is content, and nothing is lost but
+    white space beside calls and reasoning. A call is certain, and given out, once its name is a
+    tool's and its arguments have begun; what follows may still show that it is broken."""
+
+    def __init__(
+        self,
+        syntax: CallSyntax | None,
+        tools: Mapping[str, Any],
+        thinking: Thinking,
+        max_calls: int | None = None,
+    ) -> None:
+        """tools: schemas of their arguments, by name. max_calls: those beyond are dropped."""
+        self._syntax = syntax if tools else None
+        self._tools = tools
+        self._max_calls = max_calls
+        self.n_calls = 0
+        self.is_thinking = thinking in ("begun", "within")
+        self._may_think = thinking == "maybe"
+        self._held = ""  # what was not read yet
+        self._is_trimming = thinking == "begun"  # white space comes next that does not count
+        self._is_first = True  # nothing but reasoning was read
+        self._in_section = False  # of calls
+        self._raw = ""  # the section so far, since its last call
+        self._is_after_call = False
+        self._object: _Object | TaggedCall | None = None
+
+    def push(self, text: str) -> list[Part]:
+        self._held += text
+        parts: list[Part] = []
+        while self._held and self._advance(parts):
+            pass
+        return _merged(parts)
+
+    def flush(self) -> list[Part]:
+        """What is left, once no more can come."""
+        parts: list[Part] = []
+        if self._object is not None:
+            self._end_object(parts)
+        elif self._in_section:
+            self._end_section(parts)
+        kind: Kind = "reasoning" if self.is_thinking else "content"
+        is_counting = not (self._is_trimming or self.is_thinking)
+        if self._held and (is_counting or self._held.strip(_SPACE)):
+            parts.append(Part(kind, self._held))
+        self._held = ""
+        return _merged(parts)
+
+    # ---- each takes something from the front of what is held; False: it needs more ----
+
+    def _advance(self, parts: list[Part]) -> bool:
+        if self._is_trimming:
+            self._held = self._held.lstrip(_SPACE)
+            self._is_trimming = not self._held
+            return not self._is_trimming
+        if self._may_think:
+            return self._look_for_reasoning()
+        if self.is_thinking:
+            return self._read_reasoning(parts)
+        if self._object is not None:
+            return self._read_object(parts, self._object)
+        if self._in_section:
+            return self._read_section(parts)
+        return self._read_content(parts)
+
+    def _look_for_reasoning(self) -> bool:
+        text = self._held.lstrip(_SPACE)
+        if THINK.startswith(text) and text != THINK:
+            return False
+        self._may_think = False
+        if text.startswith(THINK):
+            self._held = text[len(THINK) :]
+            self.is_thinking = self._is_trimming = True
+        return True
+
+    def _read_reasoning(self, parts: list[Part]) -> bool:
+        is_over = self._give_until(THOUGHT, "reasoning", parts)
+        if is_over:
+            self._held = self._held.lstrip(_SPACE)[len(THOUGHT) :]
+            self.is_thinking, self._is_trimming = False, True
+        return is_over
+
+    def _read_content(self, parts: list[Part]) -> bool:
+        syntax = self._syntax
+        if syntax is None:
+            parts.append(Part("content", self._held))
+            self._held = ""
+            return False
+        start = self._held.lstrip(_SPACE)
+        if not start:
+            return False
+        is_bare = syntax.is_bare and self._is_first and start[0] == "{"
+        if not (is_bare or self._give_until(syntax.open, "content", parts)):
+            return False
+        text = self._held.lstrip(_SPACE)
+        self._raw, self._held = self._held[: len(self._held) - len(text)], text
+        self._is_first = self._is_after_call = False
+        self._in_section = True
+        return True
+
+    def _give_until(self, mark: str, kind: Kind, parts: list[Part]) -> bool:
+        """Gives out what comes before a mark, without the white space at its end. Whether the mark
+        comes next."""
+        at = self._held.find(mark)
+        end = at if at >= 0 else len(self._held) - _n_begun(self._held, mark)
+        text = self._held[:end].rstrip(_SPACE)
+        if text:
+            parts.append(Part(kind, text))
+            self._held = self._held[len(text) :]
+            self._is_first = self._is_first and kind == "reasoning"
+        return at >= 0
+
+    def _read_section(self, parts: list[Part]) -> bool:
+        """Between calls."""
+        syntax = self._syntax
+        assert syntax is not None
+        if self._held.startswith(syntax.open):
+            self._is_after_call = False
+            self._skip(len(syntax.open))
+        elif syntax.close and self._held.startswith(syntax.close):
+            self._skip(len(syntax.close))
+        elif syntax.open.startswith(self._held) or syntax.close.startswith(self._held):
+            return False
+        elif self._held[0] in _SPACE + syntax.filling:
+            self._skip(1)
+        elif syntax.is_tagged and self._held[0] == "<":
+            self._object = TaggedCall(self._tools)
+        elif syntax.infix:
+            return self._read_name(parts, syntax)
+        elif self._held[0] == "{" and not syntax.is_tagged:
+            self._object = _Object()
+        else:
+            self._end_section(parts)
+        return True
+
+    def _read_name(self, parts: list[Part], syntax: CallSyntax) -> bool:
+        """Of a tool, and what stands between it and its arguments; an id that the model gives a call
+        is left out."""
+        head, mark, rest = self._held.partition(syntax.infix)
+        name, id_mark, id = head.partition(syntax.id_mark) if syntax.id_mark else (head, "", "")
+        rest = rest.lstrip(_SPACE)
+        if id_mark and not mark:
+            id = id[: len(id) - _n_begun(id, syntax.infix)]
+        is_id = len(id) <= _MAX_ID and (not id or (id.isascii() and id.isalnum()))
+        is_named = bool(mark) and name in self._tools and is_id
+        behind = (syntax.infix, syntax.id_mark)
+        is_begun = any((tool + b).startswith(self._held) for tool in self._tools for b in behind)
+        is_begun = is_begun or (bool(id_mark) and not mark and name in self._tools and is_id)
+        if is_named and rest.startswith("{"):
+            self._raw += self._held[: len(self._held) - len(rest)]
+            self._held, self._object = rest, _Object(name)
+        elif is_begun or (is_named and not rest):
+            return False
+        else:
+            self._end_section(parts)
+        return True
+
+    def _skip(self, n: int) -> None:
+        """What stands behind a call belongs to it."""
+        if not self._is_after_call:
+            self._raw += self._held[:n]
+        self._held = self._held[n:]
+
+    def _end_section(self, parts: list[Part]) -> None:
+        """Without a call it was content."""
+        if self._raw:
+            parts.append(Part("content", self._raw))
+        self._raw, self._in_section = "", False
+
+    def _read_object(self, parts: list[Part], found: _Object | TaggedCall) -> bool:
+        self._held = found.take(self._held)
+        if not found.is_certain and (name := found.begin_call(self._tools)):
+            self._open_call(parts, name)
+        if piece := found.arguments():
+            self._give(parts, "arguments", piece)
+        if found.is_over or found.is_no_call(self._tools):
+            self._end_object(parts)
+            return True
+        return False
+
+    def _end_object(self, parts: list[Part]) -> None:
+        """All of it was seen, or enough."""
+        found, self._object = self._object, None
+        assert found is not None
+        call = found.call(self._tools)
+        if call is None and not found.is_certain:
+            self._raw += found.text
+            self._end_section(parts)
+            return
+        if call is None:
+            self._give(parts, "broken", self._raw + found.text)
+        elif not found.is_certain:
+            self._open_call(parts, call[0])
+            self._give(parts, "arguments", call[1])
+        self._raw, self._is_after_call = "", True
+
+    def _open_call(self, parts: list[Part], name: str) -> None:
+        self.n_calls += 1
+        self._give(parts, "call", name)
+
+    def _give(self, parts: list[Part], kind: Kind, text: str) -> None:
+        if self._max_calls is None or self.n_calls <= self._max_calls:
+            parts.append(Part(kind, text, self.n_calls - 1))
+
+
+class _Object:
+    """A JSON object that comes in pieces, and may be a call."""
+
+    def __init__(self, name: str = "") -> None:
+        """name: of the tool whose arguments it is."""
+        self._name = name
+        self.text = ""
+        self.is_over = False
+        self.is_certain = False
+        self._depth = 0
+        self._in_string = False
+        self._is_escaped = False
+        self._ends: list[int] = []  # of what may be arguments: itself, or its objects and arrays
+        self._first = self._sent = 0  # where the arguments begin; how far they were given out
+
+    def take(self, text: str) -> str:
+        """What follows it."""
+        for i, char in enumerate(text, 1):
+            if self._is_escaped:
+                self._is_escaped = False
+            elif self._in_string:
+                self._is_escaped = char == "\\"
+                self._in_string = char != '"'
+            elif char == '"':
+                self._in_string = True
+            elif char in "{[":
+                self._depth += 1
+            elif char in "}]":
+                self._depth -= 1
+                if self._depth == (0 if self._name else 1):
+                    self._ends.append(len(self.text) + i)
+                if self._depth <= 0:
+                    self.text += text[:i]
+                    self.is_over = True
+                    return text[i:]
+        self.text += text
+        return ""
+
+    def begin_call(self, tools: Collection[str]) -> str | None:
+        """The tool's name, once it is certain that it is called."""
+        if self._name:
+            self.is_certain = True
+            return self._name
+        head = _HEAD.match(self.text)
+        if head is None or (name := _unquote(head[1])) not in tools:
+            return None
+        self.is_certain = True
+        self._first = self._sent = head.end()
+        return name
+
+    def is_no_call(self, tools: Collection[str]) -> bool:
+        """Seen early, so that JSON which is an answer is not held back."""
+        inside = self.text[1:].lstrip(_SPACE)
+        key, name = _FIRST_KEY.match(self.text), _NAME.match(self.text)
+        return not self._name and (
+            inside[:1] not in ("", '"')
+            or (key is not None and _unquote(key[1]) not in _KEYS)
+            or (name is not None and _unquote(name[1]) not in tools)
+        )
+
+    def arguments(self) -> str:
+        """A further piece of them."""
+        if not self.is_certain:
+            return ""
+        end = next((end for end in self._ends if end > self._first), len(self.text))
+        piece, self._sent = self.text[self._sent : end], max(end, self._sent)
+        return piece
+
+    def call(self, tools: Collection[str]) -> tuple[str, str] | None:
+        """Name and arguments, if it is whole and a call."""
+        found = _decode(self.text)
+        if self._name:
+            found = {"name": self._name, "arguments": found}
+        name = found.get("name") if isinstance(found, dict) else None
+        if not isinstance(name, str) or name not in tools:
+            return None
+        arguments = found.get("arguments", found.get("parameters", {}))
+        if isinstance(arguments, str):
+            arguments = _decode(arguments)
+        if not isinstance(arguments, dict):
+            return None
+        return name, msgspec.json.encode(arguments).decode()
+
+
+def _decode(text: str) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.MsgspecError, RecursionError, UnicodeError):
+        return None
+
+
+def _unquote(text: str) -> str | None:
+    value = _decode(text)
+    return value if isinstance(value, str) else None
+
+
+def _n_begun(text: str, mark: str) -> int:
+    """The longest end of text that may become the mark."""
+    return next(
+        n
+        for n in range(min(len(mark) - 1, len(text)), -1, -1)
+        if mark.startswith(text[len(text) - n :])
+    )
+
+
+def _merged(parts: list[Part]) -> list[Part]:
+    """Neighbours of a kind as one."""
+    return [
+        Part(kind, "".join(part.text for part in group), call)
+        for (kind, call), group in groupby(parts, key=lambda part: (part.kind, part.call))
+    ]

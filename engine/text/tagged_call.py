@@ -1,0 +1,209 @@
+"""Calls in tags, as Qwen3-Coder writes them: <function=NAME>, and for each argument a <parameter=KEY>
+with its value as it is. Read as JSON arguments; and the grammar that has a model write one."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from cflow.engine.text.grammar import GrammarError, from_json_schema
+
+FUNCTION, PARAMETER = "<function=", "<parameter="
+_END, _VALUE_END = "</function>", "</parameter>"
+_AFTER = f"\n{_VALUE_END}\n"  # a value
+_ANY = r"(.|\n)*"
+_END_ANCHOR = re.compile(r"(?<!\\)(?:\\\\)*(\$)\Z")  # not an escaped one
+_BOUNDS = {"enum", "const", "pattern", "format", "minLength", "maxLength"}
+_NAMES = {"True": "true", "False": "false", "None": "null"}  # as Python has them, and models then
+
+
+class TaggedCall:
+    """One that comes in pieces, and may be none; what an _Object of reply.py is to JSON."""
+
+    def __init__(self, tools: Mapping[str, Any]) -> None:
+        """tools: schemas of their arguments, by name."""
+        self.text = ""
+        self.is_over = self.is_certain = False
+        self._tools = tools
+        self._is_wrong = False
+        self._name: str | None = None
+        self._key: str | None = None  # of the value that is being read
+        self._keys: set[str] = set()
+        self._at = self._searched = 0  # how far the text was read, and looked through for its end
+        self._json = ""
+        self._n_given = 0  # characters of that
+
+    def take(self, text: str) -> str:
+        """What follows it."""
+        self.text += text
+        while not (self.is_over or self._is_wrong) and self._read():
+            pass
+        if not (self.is_over or self._is_wrong):
+            return ""
+        self.text, rest = self.text[: self._at], self.text[self._at :]
+        return rest
+
+    def begin_call(self, tools: object) -> str | None:
+        """The tool's name, once it is certain that it is called."""
+        self.is_certain = bool(self._keys) or self._key is not None or self.is_over
+        return self._name if self.is_certain else None
+
+    def is_no_call(self, tools: object) -> bool:
+        return self._is_wrong
+
+    def arguments(self) -> str:
+        """A further piece of them, in JSON."""
+        piece, self._n_given = self._json[self._n_given :], len(self._json)
+        return piece
+
+    def call(self, tools: object) -> tuple[str, str] | None:
+        """Name and arguments, if it is whole."""
+        return (self._name, self._json) if self._name and self.is_over else None
+
+    # ---- each takes something from the text; False: it needs more, or is none ----
+
+    def _read(self) -> bool:
+        return self._read_tag() if self._key is None else self._read_value()
+
+    def _read_tag(self) -> bool:
+        rest = self.text[self._at :].lstrip()
+        begin = FUNCTION if self._name is None else PARAMETER
+        if self._name is not None and rest.startswith(_END):
+            self._json += "}" if self._keys else "{}"
+            self.is_over = True
+            self._go_to(len(self.text) - len(rest) + len(_END))
+            return False
+        tag = re.match(begin + r"([^>\n]*)>", rest)
+        if tag is None:
+            is_begun = begin.startswith(rest) or re.fullmatch(begin + r"[^>\n]*", rest)
+            is_ending = self._name is not None and _END.startswith(rest)
+            self._is_wrong = not (is_begun or is_ending)
+        elif self._name is None:
+            self._name = tag[1]
+            self._is_wrong = tag[1] not in self._tools
+        else:
+            self._key = tag[1]
+            self._is_wrong = tag[1] in self._keys
+        if tag is not None:
+            self._go_to(len(self.text) - len(rest) + tag.end())
+        return tag is not None
+
+    def _read_value(self) -> bool:
+        end = self.text.find(_VALUE_END, self._searched)
+        if end < 0:
+            self._searched = max(self._at, len(self.text) - len(_VALUE_END) + 1)
+            return False
+        value = self.text[self._at : end].removeprefix("\n").removesuffix("\n")
+        key, self._key = str(self._key), None
+        properties = self._tools[str(self._name)].get("properties")
+        kinds = _kinds(properties.get(key) if isinstance(properties, dict) else None)
+        self._json += ", " if self._keys else "{"
+        self._json += f"{_quote(key)}: {_as_json(value, kinds)}"
+        self._keys.add(key)
+        self._go_to(end + len(_VALUE_END))
+        return True
+
+    def _go_to(self, at: int) -> None:
+        self._at = self._searched = at
+
+
+def _as_json(value: str, kinds: frozenset[str]) -> str:
+    """Text where it may be one, else JSON if it is some."""
+    if "string" in kinds and not (value == "null" and "null" in kinds):
+        return _quote(value)
+    value = _NAMES.get(value, value)
+    try:
+        msgspec.json.decode(value)
+    except (msgspec.MsgspecError, RecursionError):
+        return _quote(value)
+    return value.strip()
+
+
+def _kinds(schema: Any) -> frozenset[str]:
+    """The types of JSON that a value may have, where the schema says it."""
+    if not isinstance(schema, dict):
+        return frozenset()
+    named = schema.get("type")
+    found = {kind for kind in (named, *_list(schema, "type")) if isinstance(kind, str)}
+    found |= {"string" for value in _values(schema) if isinstance(value, str)}
+    for one in (*_list(schema, "anyOf"), *_list(schema, "oneOf")):
+        found |= _kinds(one)
+    return frozenset(found)
+
+
+def _values(schema: Mapping[str, Any]) -> list[Any]:
+    return [schema["const"]] if "const" in schema else _list(schema, "enum")
+
+
+def _list(schema: Mapping[str, Any], key: str) -> list[Any]:
+    value = schema.get(key)
+    return value if isinstance(value, list) else []
+
+
+# ---- what a model must write ----
+
+
+def rules_of(
+    tool: str, name: str, schema: Mapping[str, Any], parts: dict[str, str]
+) -> tuple[str, list[str]]:
+    """A call in Lark, and the rules it refers to, all named `tool`_...; parts gets the grammars of
+    values that are JSON. Arguments come in the schema's order."""
+    call, rules = [_quote(f"{FUNCTION}{name}>\n")], []
+    definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    properties = schema.get("properties", {})
+    if not isinstance(properties, dict):
+        raise GrammarError("properties is no object")
+    for i, (key, value) in enumerate(properties.items()):
+        rule = f"{tool}_{i}"
+        if "string" in _kinds(value):
+            rules.append(f"{rule}[lazy]: /{_text(value)}\\n<\\/parameter>\\n/")
+        else:
+            parts[f"{rule}_value"] = from_json_schema(
+                value | definitions if isinstance(value, dict) else value
+            )
+            rules.append(f"{rule}: @{rule}_value {_quote(_AFTER)}")
+        one = _quote(f"{PARAMETER}{key}>\n") + f" {rule}"
+        call.append(one if key in _list(schema, "required") else f"({one})?")
+    return " ".join([*call, _quote(_END)]), rules
+
+
+def _text(schema: Mapping[str, Any]) -> str:
+    """A regular expression for a text that fits; what ends it comes behind."""
+    alternatives = [*_list(schema, "anyOf"), *_list(schema, "oneOf")]
+    is_bounded = bool(schema.keys() & {"minLength", "maxLength"})
+    if (
+        "format" in schema
+        or ("pattern" in schema and is_bounded)
+        or any(isinstance(one, dict) and one.keys() & _BOUNDS for one in alternatives)
+    ):
+        raise GrammarError(
+            "of a text in tags, only one of enum, pattern and its length is followed"
+        )
+    if values := _values(schema):
+        texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
+        return "(" + "|".join(map(_in_slashes, map(re.escape, texts))) + ")"
+    if isinstance(pattern := schema.get("pattern"), str):
+        before = "" if pattern.startswith("^") else _ANY
+        end = _END_ANCHOR.search(pattern)
+        body = pattern[: end.start(1) if end else None].removeprefix("^")
+        return f"{before}({_in_slashes(body)}){'' if end else _ANY}"
+    least, most = schema.get("minLength"), schema.get("maxLength")
+    if least is most is None:
+        return _ANY
+    if not all(isinstance(bound, int | None) for bound in (least, most)):
+        raise GrammarError("minLength and maxLength are whole numbers")
+    return rf"(.|\n){{{least or 0},{'' if most is None else most}}}"
+
+
+def _in_slashes(pattern: str) -> str:
+    """As it stands between slashes in Lark."""
+    escaped = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", pattern, flags=re.DOTALL)
+    return escaped.replace("\n", r"\n")
+
+
+def _quote(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,87 @@
+"""Chat messages to a prompt, through the model's own template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from cflow.engine.base.errors import TemplateError
+from cflow.engine.text.jail import Jail
+from cflow.engine.text.renderer import TIME_S, Result
+
+
+class ChatTemplate:
+    """Renders in a process of its own (renderer.py). Any thread may call render; one at a time gets
+    through."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
+        """special_tokens: variables such as bos_token and eos_token."""
+        self.source = source
+        self._special_tokens = dict(special_tokens or {})
+        self._jail = Jail("cflow.engine.text.renderer", source.encode(errors="replace"))
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        """The prompt. TemplateError says what the template did not like."""
+        everything = {
+            **self._special_tokens,
+            "documents": None,
+            **variables,
+            "messages": [_normalise(message) for message in messages],
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        result = self._run(everything)
+        if result.error is not None:
+            raise TemplateError(f"the chat template failed: {result.error}")
+        return result.text
+
+    def close(self) -> None:
+        self._jail.close()
+
+    def _run(self, variables: dict[str, Any]) -> Result:
+        try:
+            job = msgspec.msgpack.encode(variables)
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            return Result("", f"the messages cannot be passed to it: {error}")
+        result = self._jail.run(job)
+        if result is None:
+            return Result("", f"it took more than {TIME_S:g} s or too much memory")
+        return msgspec.msgpack.decode(result, type=Result)
+
+
+def _normalise(message: Mapping[str, Any]) -> dict[str, Any]:
+    """What templates count on: a role they know, content that is text, call arguments as objects."""
+    normal = dict(message)
+    if normal.get("role") == "developer":
+        normal["role"] = "system"
+    if normal.get("content") is None:
+        normal["content"] = ""
+    if normal.get("tool_calls"):
+        normal["tool_calls"] = [_normalise_call(call) for call in normal["tool_calls"]]
+    return normal
+
+
+def _normalise_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = dict(call.get("function") or {})
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        function["arguments"] = _parse_object(arguments)
+    return {**call, "function": function}
+
+
+def _parse_object(text: str) -> dict[str, Any] | str:
+    """Arguments that are no JSON object, as a model may write them, stay as they are."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return value if isinstance(value, dict) else text

@@ -1,0 +1,7 @@
+"""Start a worker: `python -m cflow.engine.worker FD`, where FD is its end of the socket pair."""
+
+import sys
+
+from cflow.engine.worker.worker import main
+
+main(int(sys.argv[1]))

@@ -1,0 +1,265 @@
+"""Brings a model up in the worker: weights, KV memory, a first token."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from cflow.engine.base import machine
+from cflow.engine.base.config import EngineConfig
+from cflow.engine.base.errors import EngineError, ModelError
+from cflow.engine.base.messages import DiskStats, Ready
+from cflow.engine.base.metadata import parse_metadata
+from cflow.engine.base.native_types import Pick, Row, TokenBytes
+from cflow.engine.base.reports import Report
+from cflow.engine.memory.capacity import Capacity, fit_capacity, too_little
+from cflow.engine.memory.experts import (
+    ExpertBank,
+    Experts,
+    asked_cache,
+    choose_cache,
+    expert_options,
+    read_header,
+    room_for_experts,
+)
+from cflow.engine.memory.layer_memory import fix_weights
+from cflow.engine.native import Context, ContextOptions, Model, context_memory
+from cflow.engine.text.grammar import Vocabulary
+from cflow.engine.worker.runner import ROW_LOGITS
+from cflow.engine.worker.runner import Context as AnyContext
+
+HUGE_PAGES_WANTED = 0.5  # of the weights; below it a note says so
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A context that has made its first token. vocabulary: for grammars, if the model can have them.
+    experts: where some of them stay on disk. disk_stats: of each kind of weights that do, for any
+    thread, any time."""
+
+    context: AnyContext
+    token_bytes: TokenBytes
+    eos_ids: tuple[int, ...]
+    ready: Ready
+    vocabulary: Vocabulary | None = None
+    experts: Experts | None = None
+    disk_stats: Callable[[], dict[str, DiskStats]] = dict
+
+
+Load = Callable[[EngineConfig, str, Report], Loaded]
+
+
+def load(config: EngineConfig, digest: str, report: Report) -> Loaded:
+    """digest: of the file that it must be. report: bytes read, and of all, of "weights" and then of
+    "experts". Raises EngineError."""
+    started = time.perf_counter()
+    _expect(digest, read_header(config))  # before a long load
+    reading = ThreadPoolExecutor(1, "vocabulary")
+    vocabulary = reading.submit(Vocabulary.read, config.model)  # beside the weights
+    reading.shutdown(wait=False)
+    cores = machine.cores()
+    threads = config.threads or cores.threads
+    share = share_memory(config)
+    model = Model(
+        config.model,
+        threads=threads,
+        as_f32=config.precision == "f32",
+        defer_experts=config.defer_experts,
+        experts=expert_options(config, share.expert_cache),
+        weights_memory=share.layers,
+        progress=lambda done, total: report("weights", done, total),
+    )
+    _expect(digest, model)
+    capacity = share.capacity
+    options = _options(config, threads, capacity)
+    kv_bytes, scratch_bytes = context_memory(model, **options)
+    context = Context(model, **options)
+    _make_a_token(context)
+    experts = Experts(model) if share.expert_cache else None
+    if experts:
+        experts.warm(lambda done, total: report("experts", done, total))
+    memory = model.memory
+    known = vocabulary.result()
+    ready = Ready(
+        pid=os.getpid(),
+        isa=context.isa,
+        n_threads=threads,
+        threads_reason=threads_reason(config, cores),
+        n_kv_blocks=capacity.n_kv_blocks,
+        max_context=capacity.max_context,
+        resident_bytes=memory.resident_bytes,
+        huge_bytes=memory.huge_bytes,
+        kv_bytes=kv_bytes,
+        scratch_bytes=scratch_bytes,
+        load_s=time.perf_counter() - started,
+        n_deferred=config.defer_experts,
+        notes=(
+            *capacity.notes,
+            *_thread_notes(threads, cores),
+            *_memory_notes(model),
+            *_expert_notes(model, config),
+        ),
+        **_disk_facts(model),
+    )
+    eos_ids = parse_metadata(model.metadata, model.header.n_tokens).eos_ids
+    return Loaded(
+        context, model.token_bytes, eos_ids, ready, known, experts, lambda: _disk_stats(model)
+    )
+
+
+def _expect(digest: str, model: Model) -> None:
+    """Prompts are made with the tokenizer and the template of the file that the front end has read;
+    weights of another one would answer them with nonsense."""
+    if model.digest != digest:
+        raise ModelError(
+            f"{model.path} is no longer the file that this server started with; restart the server "
+            "to serve the new one, or put the old one back"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What goes to KV, to experts and to layers; 0 for all of them."""
+
+    capacity: Capacity
+    expert_cache: int = 0
+    layers: int = 0
+
+
+def share_memory(config: EngineConfig) -> Share:
+    """From the model's header. All experts stay in memory if that leaves some for KV. EngineError if
+    not even the smallest cache does."""
+    model = read_header(config)
+    bank, memory = ExpertBank.of(model), machine.memory()
+    available = memory.available
+    bank_bytes = 0 if config.precision == "f32" else bank.n_bytes  # what may stay on disk
+    weights = fix_weights(config, model, bank)
+    fixed = weights.n_bytes
+    block_bytes = kv_block_bytes(config, model)
+    threads = config.threads or machine.cores().threads
+
+    def share(expert_bytes: int) -> Share:
+        """With KV beside so many bytes of experts."""
+        left = available - fixed - expert_bytes
+        if left <= 0:
+            advice = "lower expert_cache, or " if config.expert_cache is not None else ""
+            raise too_little(memory, f"the weights need {fixed + expert_bytes:,} bytes", advice)
+        capacity = fit_capacity(config, model.header.context, block_bytes, left)
+        kv_bytes, scratch_bytes = context_memory(model, **_options(config, threads, capacity))
+        if kv_bytes + scratch_bytes > left:
+            need = (
+                f"weights of {fixed + expert_bytes:,} bytes, keys and values of {kv_bytes:,} and "
+                f"buffers of {scratch_bytes:,} need {available - left + kv_bytes + scratch_bytes:,}"
+            )
+            raise too_little(memory, need, "lower kv_memory, context or max_step_tokens, or ")
+        room = room_for_experts(available, fixed + kv_bytes + scratch_bytes)
+        return Share(capacity, choose_cache(config, bank, room), weights.budget)
+
+    if config.expert_cache is not None:
+        return share(min(asked_cache(config.expert_cache, bank), bank_bytes))
+    with suppress(EngineError):
+        if not (whole := share(bank_bytes)).expert_cache:
+            return whole
+    return share(0)
+
+
+def kv_block_bytes(config: EngineConfig, model: Model) -> int:
+    """Of BLOCK positions of keys and values."""
+    one = Capacity(max_context=1, n_kv_blocks=1)
+    return context_memory(model, **_options(config, 1, one))[0]
+
+
+def threads_reason(config: EngineConfig, cores: machine.Cores) -> str:
+    return "as set" if config.threads else cores.reason
+
+
+def _options(config: EngineConfig, threads: int, capacity: Capacity) -> ContextOptions:
+    return {
+        "isa": config.isa,
+        "threads": threads,
+        "max_rows": config.max_step_tokens,
+        "max_sequences": config.max_logits,
+        "max_context": capacity.max_context,
+        "n_kv_blocks": capacity.n_kv_blocks,
+        "kv_type": "f32" if config.precision == "f32" else config.kv,
+    }
+
+
+def _make_a_token(context: Context) -> None:
+    """What answers here will answer later: whoever says ready has made a token."""
+    context.bind(0, [0])
+    status = context.step([Row(0, 0, 0, ROW_LOGITS)]).status
+    choice = context.sample([Pick(row=0, temperature=0)])[0]
+    if any(status) and (why := context.row_error(0)):
+        raise EngineError("io_error", why)
+    if any(status) or choice.status:
+        raise EngineError("numeric", "the model's first logits are not finite numbers")
+
+
+def _thread_notes(threads: int, cores: machine.Cores) -> list[str]:
+    notes = []
+    if cores.nodes > 1:
+        notes.append(f"{cores.nodes} memory nodes: {machine.ONE_NODE}")
+    if cores.quota and threads > max(1, cores.quota.cpus):
+        notes.append(
+            f"{threads} threads and a CPU quota of {cores.quota.cpus:g} ({cores.quota.source}): the "
+            "kernel will stop them in most periods; leave threads out"
+        )
+    return notes
+
+
+def _memory_notes(model: Model) -> list[str]:
+    memory = model.memory
+    notes = []
+    if not memory.direct_io:
+        notes.append(
+            "weights were read through the page cache: the file system has no direct reads"
+        )
+    if memory.huge_bytes < HUGE_PAGES_WANTED * memory.resident_bytes:
+        share = memory.huge_bytes / max(memory.resident_bytes, 1)
+        setting = machine.huge_pages()
+        notes.append(f"only {share:.0%} of the weights are in huge pages (setting: {setting})")
+    return notes
+
+
+def _expert_notes(model: Model, config: EngineConfig) -> list[str]:
+    tier = model.tier
+    if tier is None or tier.direct_io or config.expert_io == "cached":
+        return []
+    return ["experts are read through the page cache: the file system has no direct reads"]
+
+
+def _disk_facts(model: Model) -> dict[str, Any]:
+    """Fields of Ready, where some experts or layers stay on disk."""
+    facts: dict[str, Any] = {}
+    if tier := model.tier:
+        facts |= {
+            "n_experts": tier.n_records,
+            "n_expert_slots": tier.n_slots,
+            "expert_bytes": tier.n_slots * tier.slot_bytes,
+            "expert_io": "direct" if tier.direct_io else "cached",
+        }
+    if records := model.layer_records:
+        facts |= {
+            "n_layers": records.n_records,
+            "n_layers_kept": records.n_kept,
+            "n_layer_slots": records.n_slots,
+            "layer_bytes": records.n_slots * records.slot_bytes,
+            "layer_step_bytes": records.step_bytes,
+        }
+    return facts
+
+
+def _disk_stats(model: Model) -> dict[str, DiskStats]:
+    names = DiskStats.__struct_fields__
+    tiers = {"experts": model.tier, "layers": model.layer_tier}
+    return {
+        weights: DiskStats(**{name: getattr(tier, name) for name in names})
+        for weights, tier in tiers.items()
+        if tier is not None
+    }

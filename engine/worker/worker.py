@@ -1,0 +1,410 @@
+"""The process that owns the model: `python -m cflow.engine.worker FD`, FD one end of a socket pair.
+
+Hello comes first, then Loading goes up until Ready. Then the loop: take messages, choose rows, run
+the step, sample, make text, send one Step. It sleeps while there is nothing to do.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import socket
+import sys
+import time
+from heapq import heappop, heappush
+
+import msgspec
+
+from cflow.engine.base.config import EngineConfig
+from cflow.engine.base.errors import EngineError
+from cflow.engine.base.messages import (
+    PROTOCOL,
+    TIMED_OUT,
+    Cancel,
+    Delta,
+    Down,
+    Drain,
+    Failed,
+    Fatal,
+    Finish,
+    Heartbeat,
+    Hello,
+    Loading,
+    Logprob,
+    Progress,
+    Step,
+    Submit,
+)
+from cflow.engine.base.native_types import Choice
+from cflow.engine.text.jail import ignore_signals
+from cflow.engine.worker.batch import Advance, Batch, Draw
+from cflow.engine.worker.constraint import Compiled, Constraint, Grammars
+from cflow.engine.worker.link import Link
+from cflow.engine.worker.loading import Load, Loaded, load
+from cflow.engine.worker.pace import Pace
+from cflow.engine.worker.runner import Runner
+from cflow.engine.worker.scheduler import Scheduler
+from cflow.engine.worker.sequence import Request, Sequence
+from cflow.engine.worker.stats import StatsKeeper
+from cflow.engine.worker.transcript import Transcript
+
+CANCELLED = ("cancelled", "the request was cancelled")
+DRAINING = ("draining", "the server is shutting down")
+NO_TOKEN = "logit_bias, min_tokens, stop tokens and grammar together leave no token to go on with"
+STATUS_TEXT = {
+    -1: ("invalid_request", NO_TOKEN),
+    -3: ("io_error", "weights could not be read from disk"),
+    -4: ("io_error", "weights could not be read from disk"),
+    -7: ("numeric", "the model's output is not finite for this request"),
+}
+READING_S = 0.5  # how often an idle worker tells of reads in flight
+
+log = logging.getLogger("cflow.worker")
+
+
+class Worker:
+    """The loop and the state of all requests; used by the main thread only, but for the two methods
+    given to the link."""
+
+    def __init__(self, link: Link, config: EngineConfig, loaded: Loaded) -> None:
+        self._link = link
+        self._loaded = loaded
+        ready = loaded.ready
+        self._pace = Pace(
+            config.max_step_ms / 1000,
+            config.max_step_tokens,
+            reads_disk=bool(ready.n_experts or ready.n_layers),
+        )
+        self._scheduler = Scheduler(
+            n_blocks=ready.n_kv_blocks,
+            max_sequences=config.max_sequences,
+            max_context=ready.max_context,
+            pace=self._pace,
+            max_logits=config.max_logits if config.speculation != "off" else 0,
+        )
+        self._runner = Runner(loaded.context)
+        self._stats = StatsKeeper(self._scheduler, loaded.context, loaded.disk_stats)
+        self._grammars = Grammars(loaded.vocabulary) if loaded.vocabulary else None
+        self._compiling: dict[int, Submit] = {}  # their grammars are not ready
+        self._n_requests = 0
+        self._drain_deadline: float | None = None
+        self._deadlines: list[tuple[float, int]] = []  # of requests, a heap; some have ended
+        self._in_step: dict[int, Request] = {}  # of the running step; replaced, never changed
+        self._cancelled: set[int] = set()  # while it ran
+        link.heartbeat = self._heartbeat
+        link.on_cancel = self._cancel_step
+
+    def run(self) -> None:
+        """Until drained. The link ends the process when the front end is gone."""
+        self._tell()
+        while not self._is_drained():
+            for message in self._link.receive(self._patience()):
+                self._take(message)
+            self._expire()
+            self._step()
+            self._tell()
+            if self._loaded.experts:
+                self._loaded.experts.save()
+        if self._loaded.experts:
+            self._loaded.experts.save(at_once=True)
+
+    def _patience(self) -> float | None:
+        """How long to wait for messages."""
+        if self._scheduler.n_running or self._scheduler.n_waiting or self._drain_deadline:
+            return 0
+        return READING_S if self._stats.is_reading else None
+
+    def _tell(self) -> None:
+        if stats := self._stats.due(self._scheduler.n_running):
+            self._link.send(stats)
+        if line := self._stats.line_due():
+            self._link.send(line)
+
+    # ---- called by the link's thread ----
+
+    def _heartbeat(self) -> Heartbeat:
+        """Also cuts a step short whose requests all are out of time."""
+        requests, now = self._in_step.values(), time.monotonic()
+        deadlines = (request.submit.deadline for request in requests)
+        if requests and all(end is not None and end <= now for end in deadlines):
+            self._loaded.context.cancel()
+        return Heartbeat(self._loaded.context.stage_count, bool(requests))
+
+    def _cancel_step(self, request_id: int) -> None:
+        """Cuts the running step short if nobody waits for it any more. Should the next step be hit
+        instead, it is made again."""
+        self._cancelled.add(request_id)
+        if self._in_step and self._in_step.keys() <= self._cancelled:
+            self._loaded.context.cancel()
+
+    # ---- messages ----
+
+    def _take(self, message: Down | Compiled) -> None:
+        if isinstance(message, Submit):
+            self._submit(message)
+        elif isinstance(message, Compiled):
+            self._begin_compiled(message)
+        elif isinstance(message, Cancel):
+            self._cancel(message.request_id)
+        elif isinstance(message, Drain):
+            self._drain_deadline = time.monotonic() + message.timeout_s
+
+    def _submit(self, submit: Submit) -> None:
+        if submit.sampling.grammar is None:
+            self._begin(submit, [None] * submit.n_choices)
+        elif self._grammars is None:
+            self._refuse(submit.request_id, "this model has no tokenizer with an end token")
+        else:
+            self._compiling[submit.request_id] = submit
+            self._grammars.compile(submit, self._link.post)
+
+    def _begin_compiled(self, compiled: Compiled) -> None:
+        submit = self._compiling.pop(compiled.request_id, None)
+        if submit is None:  # cancelled meanwhile
+            return
+        if compiled.fault:
+            self._refuse(submit.request_id, compiled.fault)
+        else:
+            self._begin(submit, compiled.constraints)
+
+    def _refuse(self, request_id: int, fault: str) -> None:
+        text = f"the grammar cannot be used: {fault}"
+        self._link.send(Failed(request_id, "invalid_request", text))
+
+    def _begin(self, submit: Submit, grammars: list[Constraint] | list[None]) -> None:
+        request = Request(submit, self._n_requests)
+        self._n_requests += 1
+        sampling = submit.sampling
+        limit = min(sampling.max_tokens, self._loaded.ready.max_context - len(submit.prompt))
+        eos_ids = self._loaded.eos_ids
+        for choice, grammar in enumerate(grammars):
+            transcript = Transcript(sampling, self._loaded.token_bytes, eos_ids, limit)
+            request.sequences.append(Sequence(request, choice, eos_ids, transcript, grammar))
+        self._scheduler.add(request)
+        if submit.deadline is not None:
+            heappush(self._deadlines, (submit.deadline, request.id))
+
+    def _cancel(self, request_id: int) -> None:
+        if self._compiling.pop(request_id, None):
+            self._link.send(Failed(request_id, *CANCELLED))
+            self._stats.cancelled["queue"] += 1
+            return
+        request = self._scheduler.find(request_id)
+        if request is not None:  # else it has just ended
+            phase = self._fail(request, *CANCELLED)
+            self._stats.cancelled[phase] += 1
+
+    def _fail(self, request: Request, code: str, text: str) -> str:
+        self._link.send(Failed(request.id, code, text))
+        return self._scheduler.remove(request)
+
+    def _expire(self) -> None:
+        """Ends the requests whose time is over, with the text they have."""
+        while self._deadlines and self._deadlines[0][0] <= time.monotonic():
+            _, request_id = heappop(self._deadlines)
+            request = self._scheduler.find(request_id)
+            if request is not None:
+                deltas = tuple(_time_out(sequence) for sequence in request.sequences)
+                self._scheduler.remove(request)
+                self._link.send(Step(deltas))
+
+    def _is_drained(self) -> bool:
+        if self._drain_deadline is None:
+            return False
+        if time.monotonic() >= self._drain_deadline:
+            for request in self._scheduler.requests:
+                self._fail(request, *DRAINING)
+            for request_id in self._compiling:
+                self._link.send(Failed(request_id, *DRAINING))
+            self._compiling.clear()
+        return not (self._scheduler.requests or self._compiling)
+
+    # ---- a step ----
+
+    def _step(self) -> None:
+        batch = self._scheduler.schedule()
+        if not batch.n_rows:
+            return
+        if batch.admitted:
+            self._announce(batch)
+        requests = {chunk.sequence.request.id: chunk.sequence.request for chunk in batch.chunks}
+        self._in_step = requests
+        try:
+            self._run(batch)
+        except Exception as error:
+            if isinstance(error, EngineError) and error.code == "cancelled":
+                return  # what was cancelled goes with its message, the rest is made again
+            log.exception("a step of %d rows failed", batch.n_rows)
+            code = error.code if isinstance(error, EngineError) else "internal"
+            for request in requests.values():
+                if self._scheduler.find(request.id):
+                    self._fail(request, code, f"the step failed: {error}")
+        finally:
+            self._in_step = {}
+            self._cancelled.clear()
+
+    def _run(self, batch: Batch) -> None:
+        started = time.perf_counter()
+        result = self._runner.step(batch)
+        advance = self._scheduler.advance(batch, result)
+        self._runner.copy(advance.copies)
+        for request, row in advance.failed:
+            self._fail_row(request, result.status[row], self._runner.row_error(row))
+        deltas = self._sample(advance)
+        deltas += map(self._end_scoring, advance.done)
+        n_prefill = batch.n_rows - batch.n_decodes
+        progress = _progress(batch) if n_prefill else ()
+        if deltas or progress:
+            self._link.send(Step(tuple(deltas), progress))
+        seconds = time.perf_counter() - started
+        self._pace.observe(batch.n_decodes, n_prefill, seconds)
+        self._stats.count_step(seconds, sum(len(delta.tokens) for delta in deltas))
+
+    def _announce(self, batch: Batch) -> None:
+        """Tells who has left the queue, before their first step."""
+        begun = [s for s in batch.admitted if not s.request.is_prompt_done]
+        if begun:
+            progress = tuple(Progress(s.request.id, s.n_computed) for s in begun)
+            self._link.send(Step((), progress))
+
+    def _fail_row(self, request: Request, status: int, detail: str = "") -> None:
+        if self._scheduler.find(request.id):
+            code, text = STATUS_TEXT.get(status, ("internal", f"a row failed with status {status}"))
+            if detail:
+                text += f": {detail}"
+                log.error("%s", text)
+            self._fail(request, code, text)
+
+    def _sample(self, advance: Advance) -> list[Delta]:
+        self._prepare_masks(advance.draws)
+        draws = [draw for draw in advance.draws if self._scheduler.find(draw.sequence.request.id)]
+        deltas: dict[Sequence, Delta] = {}
+        while draws:
+            drawn = zip(draws, self._runner.sample(draws), strict=True)
+            draws = [then for each in drawn if (then := self._take_choice(*each, deltas))]
+        return list(deltas.values())
+
+    def _take_choice(
+        self, draw: Draw, choice: Choice, deltas: dict[Sequence, Delta]
+    ) -> Draw | None:
+        """Adds a token to its sequence, and to what it gained in this step. The draw behind it, if
+        the token was guessed."""
+        sequence = draw.sequence
+        if choice.status:
+            self._fail_row(sequence.request, choice.status)
+        elif self._scheduler.find(sequence.request.id):
+            try:
+                following = self._scheduler.take(draw, choice.token)
+                delta = self._accept(sequence, choice)
+            except EngineError as error:
+                self._fail_alone(sequence.request, error)
+            else:
+                deltas[sequence] = deltas[sequence] + delta if draw.n_right else delta
+                return following if delta.finish is None else None
+        return None
+
+    def _prepare_masks(self, draws: list[Draw]) -> None:
+        """Waits for the masks of those that have a grammar; fails whose cannot be made."""
+        for draw in draws:
+            if draw.sequence.grammar is not None:
+                try:
+                    draw.sequence.prepare_mask()
+                except EngineError as error:
+                    self._fail_alone(draw.sequence.request, error)
+
+    def _fail_alone(self, request: Request, error: EngineError) -> None:
+        if self._scheduler.find(request.id):
+            self._fail(request, error.code, str(error))
+
+    def _accept(self, sequence: Sequence, choice: Choice) -> Delta:
+        is_last = sequence.grammar is not None and sequence.grammar.append(choice.token)
+        text, finish = sequence.transcript.push(choice.token, is_last=is_last)
+        score = choice.score
+        logprobs = (Logprob(*score),) if score is not None else ()
+        if finish is not None:
+            self._scheduler.finish(sequence)
+        request = sequence.request
+        is_first = sequence.choice == 0 and sequence.transcript.n_tokens == 1
+        return Delta(
+            request.id,
+            sequence.choice,
+            (choice.token,),
+            text,
+            logprobs,
+            finish,
+            request.n_cached if is_first else None,
+            _prompt_logprobs(request) if is_first else None,
+            sequence.disk if finish is not None else None,
+        )
+
+    def _end_scoring(self, sequence: Sequence) -> Delta:
+        """A request for no tokens ends with its prompt."""
+        self._scheduler.finish(sequence)
+        request, is_first = sequence.request, sequence.choice == 0
+        return Delta(
+            request.id,
+            sequence.choice,
+            finish=Finish("length"),
+            n_cached=request.n_cached if is_first else None,
+            prompt_logprobs=_prompt_logprobs(request) if is_first else None,
+            disk=sequence.disk,
+        )
+
+
+def _time_out(sequence: Sequence) -> Delta:
+    return Delta(
+        sequence.request.id,
+        sequence.choice,
+        text=sequence.transcript.rest(),
+        finish=TIMED_OUT,
+        disk=sequence.disk,
+    )
+
+
+def _prompt_logprobs(request: Request) -> tuple[Logprob | None, ...] | None:
+    if request.submit.sampling.n_prompt_logprobs is None:
+        return None
+    return (None, *request.prompt_scores)
+
+
+def _progress(batch: Batch) -> tuple[Progress, ...]:
+    return tuple(
+        Progress(chunk.sequence.request.id, chunk.sequence.n_computed)
+        for chunk in batch.chunks
+        if chunk.n > 1 and not chunk.sequence.request.is_prompt_done
+    )
+
+
+def serve(sock: socket.socket, load: Load) -> int:
+    """The whole life of a worker on its end of the socket pair: the exit status."""
+    link = Link(sock)
+    try:
+        hello = _await_hello(link)
+        config = msgspec.convert(hello.engine, EngineConfig)
+        loaded = load(config, hello.digest, lambda *progress: link.send(Loading(*progress)))
+    except EngineError as error:
+        link.send(Fatal(error.code, str(error)))
+        return 1
+    except Exception as error:
+        log.exception("the model could not be loaded")
+        link.send(Fatal("internal", f"{type(error).__name__}: {error}"))
+        return 1
+    worker = Worker(link, config, loaded)
+    link.send(loaded.ready)
+    worker.run()
+    return 0
+
+
+def _await_hello(link: Link) -> Hello:
+    (hello,) = link.receive(None)
+    if not isinstance(hello, Hello) or hello.protocol != PROTOCOL:
+        raise EngineError("internal", f"expected Hello of protocol {PROTOCOL}, got {hello!r}")
+    return hello
+
+
+def main(fd: int) -> None:
+    """Serve on the inherited socket `fd`, and exit."""
+    ignore_signals()
+    faulthandler.enable()
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+    sys.exit(serve(socket.socket(fileno=fd), load))

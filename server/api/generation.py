@@ -1,0 +1,146 @@
+"""The answers to one HTTP request, one per prompt, read as one stream, cancelled and counted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+
+from cflow.engine.base.errors import EngineError
+from cflow.engine.base.messages import TIMED_OUT, Delta, DiskUsage, Progress
+from cflow.engine.client.engine import Answer
+from cflow.server.api.records import AnswerRecord, progress_of, timings_of
+
+Events = AsyncGenerator[tuple[int, Delta | Progress], None]  # prompt index, what came for it
+Deltas = AsyncGenerator[tuple[int, Delta], None]
+
+
+class Generation:
+    """answers: one per prompt. records: one per answer. n_experts: of each token, 0 if the model has
+    none; n_deferred: of those, how many the engine has join late."""
+
+    def __init__(
+        self,
+        answers: Sequence[Answer],
+        records: Sequence[AnswerRecord],
+        *,
+        n_experts: int,
+        n_deferred: int,
+    ) -> None:
+        self._answers = answers
+        self._records = records
+        self._n_open = self._n_choices = sum(len(record.n_tokens) for record in records)
+        self.n_prompt = sum(record.n_prompt for record in records)
+        self.n_experts = n_experts
+        self.n_deferred = n_deferred
+        self.n_completion = 0
+        self.n_cached = 0
+        self.n_reasoning = 0  # tokens, counted by who takes the text apart
+        self.disk: DiskUsage | None = None  # of the choices that have finished
+        self.is_cancelled = False
+
+    def cancel(self) -> None:
+        """Nobody wants the answers any more. Harmless at any time."""
+        self.is_cancelled = True
+        for answer in self._answers:
+            answer.cancel()
+
+    @property
+    def is_over(self) -> bool:
+        """The last choice has finished."""
+        return not self._n_open
+
+    def timings(self) -> dict[str, float | None]:
+        return timings_of(self._records)
+
+    def progress(self, index: int) -> dict[str, float]:
+        """How far prompt `index` is."""
+        return progress_of(self._records[index])
+
+    def state(self) -> str:
+        """What the client waits for, nothing if not for the queue or the prompts."""
+        if not any(record.started for record in self._records):
+            ahead = [n for answer in self._answers if (n := answer.n_ahead) is not None]
+            return f"in the queue, {min(ahead)} ahead" if ahead else "in the queue"
+        n_done = sum(record.n_done for record in self._records)
+        return f"{n_done} of {self.n_prompt} prompt tokens" if n_done < self.n_prompt else ""
+
+    async def deltas(self) -> Deltas:
+        """What the choices gained, as events() gives it."""
+        async with aclosing(self.events()) as events:
+            async for index, event in events:
+                if not isinstance(event, Progress):
+                    yield index, event
+
+    async def events(self) -> Events:
+        """(prompt index, how far it is or what one of its choices gained), until all are finished or
+        cancelled.
+
+        Raises EngineError when one fails; the others are cancelled then."""
+        try:
+            source = self._read(0) if len(self._answers) == 1 else self._merge()
+            async with aclosing(source):
+                async for index, event in source:
+                    if not isinstance(event, Progress):
+                        self._count(event)
+                    yield index, event
+        finally:
+            for answer in self._answers:
+                answer.cancel()
+
+    def _count(self, delta: Delta) -> None:
+        is_empty = not self.n_completion and self._n_open == self._n_choices
+        if delta.finish == TIMED_OUT and is_empty and not delta.tokens:
+            raise EngineError("timeout", "timeout_s was over before there was a token")
+        self.n_completion += len(delta.tokens)
+        self.n_cached += delta.n_cached or 0
+        if delta.disk is not None:
+            self.disk = delta.disk + self.disk
+        if delta.finish is not None:
+            self._n_open -= 1
+
+    async def _read(self, index: int) -> Events:
+        record = self._records[index]
+        otherwise = "abort"
+        try:
+            async for event in self._answers[index]:
+                if isinstance(event, Progress):
+                    record.advance(event)
+                else:
+                    record.add(event)
+                yield index, event
+        except EngineError:
+            if self.is_cancelled:
+                return
+            otherwise = "error"
+            raise
+        finally:
+            record.end(otherwise)
+
+    async def _merge(self) -> Events:
+        queue: asyncio.Queue[tuple[int, Delta | Progress] | Exception | None] = asyncio.Queue()
+
+        async def pump(index: int) -> None:
+            try:
+                async with aclosing(self._read(index)) as source:
+                    async for item in source:
+                        queue.put_nowait(item)
+                queue.put_nowait(None)
+            except Exception as error:  # a fault of ours too: nobody waits for what will not come
+                queue.put_nowait(error)
+
+        tasks = [asyncio.create_task(pump(index)) for index in range(len(self._answers))]
+        try:
+            n_open = len(tasks)
+            while n_open:
+                item = await queue.get()
+                if item is None:
+                    n_open -= 1
+                elif isinstance(item, Exception):
+                    raise item
+                else:
+                    yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)

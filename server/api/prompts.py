@@ -1,0 +1,240 @@
+"""What a request asks to be continued, as token ids, and whether it fits the context."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any, TypeVar
+
+from cflow.engine.client.engine import Engine, ModelCard
+from cflow.engine.text.infill import Infill, find_infill
+from cflow.engine.text.tokenizer import Tokenizer
+from cflow.server.errors import RequestError, shorten
+
+MAX_PROMPTS = 256
+MAX_ANSWERS = 1024  # prompts x choices
+INLINE_CHARS = 2000  # tokenised at once; a longer text goes to a thread
+LONG_CHARS = 100_000  # takes long enough to keep a thread from others
+LONG_TEXTS = ThreadPoolExecutor(2, "long-text")
+RENDERING = ThreadPoolExecutor(1, "render")  # a template renders one conversation at a time
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    ids: tuple[int, ...]
+    n_added: int = 0  # leading ids the tokenizer added (BOS); not part of what echo returns
+    text: str = ""  # of a conversation
+
+
+def context_of(engine: Engine) -> int:
+    """Positions a sequence can have here: the worker's word once it is ready."""
+    return engine.ready.max_context if engine.ready else engine.card.context
+
+
+def _encode(tokenizer: Tokenizer, text: str) -> Prompt:
+    ids = tuple(tokenizer.encode(text))
+    if not ids:
+        if tokenizer.bos_id is None:
+            message = "prompt is empty and this model has no token to begin a document with."
+            raise RequestError(message, code="empty_prompt", param="prompt")
+        return Prompt((tokenizer.bos_id,), 1)
+    bos = tokenizer.bos_id
+    if bos is None or ids[0] != bos:
+        return Prompt(ids)
+    typed = text.encode().startswith(tokenizer.token_bytes(bos))
+    return Prompt(ids, 0 if typed else 1)
+
+
+async def _apart(text: str, encode: Callable[[str], T]) -> T:
+    """encode(text) in a thread. Long texts wait for each other; nothing else waits for them."""
+    pool = LONG_TEXTS if len(text) > LONG_CHARS else None
+    return await asyncio.get_running_loop().run_in_executor(pool, encode, text)
+
+
+async def encode_text(tokenizer: Tokenizer, text: str) -> Prompt:
+    if len(text) <= INLINE_CHARS:
+        return _encode(tokenizer, text)
+    return await _apart(text, partial(_encode, tokenizer))
+
+
+async def encode_plain(tokenizer: Tokenizer, text: str, *, add_bos: bool) -> tuple[int, ...]:
+    """The ids of a text, none if it is empty."""
+    return tuple(await _apart(text, partial(tokenizer.encode, add_bos=add_bos)))
+
+
+@lru_cache(maxsize=1)
+def _longest_token(tokenizer: Tokenizer) -> int:
+    """Bytes."""
+    return max(len(tokenizer.token_bytes(token)) for token in range(tokenizer.n_tokens))
+
+
+def _check_size(tokenizer: Tokenizer, text: str, context: int, param: str) -> None:
+    """Refuses what could not fit the context if it were all of the longest token."""
+    n_bytes = len(text.encode(errors="replace"))
+    if n_bytes > context * _longest_token(tokenizer):
+        message = (
+            f"This model's maximum context length is {context} tokens. However, the prompt has "
+            f"{n_bytes} bytes, which are more tokens in any case. Shorten the prompt."
+        )
+        raise RequestError(message, code="context_length_exceeded", param=param)
+
+
+def _is_ids(value: list[Any]) -> bool:
+    return all(type(item) is int for item in value)
+
+
+def _check_ids(ids: list[int], tokenizer: Tokenizer) -> Prompt:
+    if not ids:
+        message = "prompt: a list of token ids must not be empty."
+        raise RequestError(message, code="empty_prompt", param="prompt")
+    if min(ids) < 0 or max(ids) >= tokenizer.n_tokens:
+        wrong = next(id for id in ids if not 0 <= id < tokenizer.n_tokens)
+        message = f"prompt: token id {shorten(wrong)} is not in 0..{tokenizer.n_tokens - 1}."
+        raise RequestError(message, param="prompt")
+    return Prompt(tuple(ids))
+
+
+def _split(prompt: Any) -> list[str | list[int]]:
+    """One entry a prompt: a string, a list of strings, token ids, or a list of lists of them."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt, list) and prompt:
+        if _is_ids(prompt):
+            return [prompt]
+        if all(
+            isinstance(item, str) or (isinstance(item, list) and _is_ids(item)) for item in prompt
+        ):
+            return prompt
+    message = (
+        f"prompt is {shorten(prompt)}; it must be a string, a list of token ids, "
+        "or a list that is not empty of either."
+    )
+    raise RequestError(message, param="prompt")
+
+
+def _check_count(n_prompts: int, n_choices: int) -> None:
+    if n_prompts > MAX_PROMPTS:
+        message = f"prompt: {n_prompts} prompts in one request; at most {MAX_PROMPTS} are allowed."
+        raise RequestError(message, param="prompt")
+    if n_prompts * n_choices > MAX_ANSWERS:
+        message = (
+            f"n: {n_choices} choices for each of {n_prompts} prompts are {n_prompts * n_choices} "
+            f"answers in one request; at most {MAX_ANSWERS} are allowed."
+        )
+        raise RequestError(message, param="n")
+
+
+async def encode_prompts(
+    tokenizer: Tokenizer, prompt: Any, *, n_choices: int, context: int
+) -> list[Prompt]:
+    """n_choices: how many answers each of them is to have."""
+    parts = _split(prompt)
+    _check_count(len(parts), n_choices)
+    for part in parts:
+        if isinstance(part, str):
+            _check_size(tokenizer, part, context, "prompt")
+    return [
+        await encode_text(tokenizer, part) if isinstance(part, str) else _check_ids(part, tokenizer)
+        for part in parts
+    ]
+
+
+@lru_cache(maxsize=1)
+def _infill_of(tokenizer: Tokenizer) -> Infill | None:
+    return find_infill(tokenizer)
+
+
+async def encode_infill(
+    tokenizer: Tokenizer, prompt: Any, suffix: str, *, n_choices: int, context: int
+) -> tuple[list[Prompt], tuple[int, ...]]:
+    """Prompts for what stands between each text and the suffix, and the tokens that end it."""
+    infill = _infill_of(tokenizer)
+    if infill is None:
+        message = "suffix: this model has no tokens for filling in the middle."
+        raise RequestError(message, code="unsupported_parameter", param="suffix")
+    parts = [prompt] if isinstance(prompt, str) else prompt
+    if not isinstance(parts, list) or not parts or not all(isinstance(p, str) for p in parts):
+        message = f"prompt is {shorten(prompt)}; with suffix it must be a text, or a list of them."
+        raise RequestError(message, param="prompt")
+    _check_count(len(parts), n_choices)
+    for part in parts:
+        _check_size(tokenizer, part + suffix, context, "prompt")
+    begin = tokenizer.encode("")
+    after = await encode_plain(tokenizer, suffix, add_bos=False)
+    prompts = []
+    for part in parts:
+        before = await encode_plain(tokenizer, part, add_bos=False)
+        prompts.append(Prompt((*begin, *infill.prompt(before, after))))
+    return prompts, infill.ends
+
+
+async def render_chat(
+    card: ModelCard,
+    messages: list[dict[str, Any]],
+    options: dict[str, Any],
+    *,
+    tools: list[dict[str, Any]] | None = None,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    context: int | None = None,
+) -> Prompt:
+    """The conversation through the model's chat template. options: chat_template_kwargs.
+    continue_final_message: up to the end of the last message's content, and no further. context:
+    what it must fit, so that one that is far too long need not be encoded."""
+    template = card.template
+    if template is None:
+        message = "This model has no chat template; use /v1/completions."
+        raise RequestError(message, code="no_chat_template", param="messages")
+    reserved = {"self", "messages", "tools", "add_generation_prompt"} & options.keys()
+    if reserved:
+        message = f"chat_template_kwargs must not set {', '.join(sorted(reserved))}."
+        raise RequestError(message, param="chat_template_kwargs")
+
+    render = partial(
+        template.render,
+        _with_mark(messages) if continue_final_message else messages,
+        tools=tools,
+        add_generation_prompt=add_generation_prompt,
+        **options,
+    )
+    text = await asyncio.get_running_loop().run_in_executor(RENDERING, render)
+    if continue_final_message:
+        text = _up_to_mark(text)
+    if context is not None:
+        _check_size(card.tokenizer, text, context, "messages")
+    return Prompt(tuple(await _apart(text, card.tokenizer.encode)), text=text)
+
+
+_MARK = "\ufdd0end of content\ufdd1"  # characters that are none: no conversation holds them
+
+
+def _with_mark(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    last = messages[-1]
+    return [*messages[:-1], last | {"content": last["content"] + _MARK}]
+
+
+def _up_to_mark(text: str) -> str:
+    if (at := text.rfind(_MARK)) < 0:
+        message = "The chat template does not show the last message as it is; it cannot go on."
+        raise RequestError(message, param="continue_final_message")
+    return text[:at]
+
+
+def fit(n_prompt: int, asked: int | None, context: int, *, param: str, cap: bool) -> int:
+    """How many tokens may be generated. asked: the request's max_tokens; cap: an answer that would
+    outgrow the context is shortened instead of refused. Raises context_length_exceeded."""
+    room = context - n_prompt
+    needed = 1 if asked is None else min(asked, 1) if cap else asked
+    if needed <= room:
+        return room if asked is None else min(asked, room)
+    wanted = "" if asked is None else f" and {asked} more were asked for"
+    message = (
+        f"This model's maximum context length is {context} tokens. However, the prompt has "
+        f"{n_prompt} tokens{wanted}. Shorten the prompt or lower max_tokens."
+    )
+    raise RequestError(message, code="context_length_exceeded", param=param)

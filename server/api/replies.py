@@ -1,0 +1,105 @@
+"""The choices of a chat answer, taken apart into reasoning, content and tool calls."""
+
+from __future__ import annotations
+
+import secrets
+import string
+from dataclasses import dataclass, field
+from typing import Any
+
+from cflow.engine.base.messages import Delta, Finish, Logprob
+from cflow.engine.text.reply import Part, ReplyReader
+
+_LETTERS = string.ascii_letters + string.digits
+
+
+@dataclass(slots=True)
+class Call:
+    id: str
+    name: str
+    arguments: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+def new_call_id(length: int) -> str:
+    """Some templates take ids of nine letters only; others get what OpenAI's look like."""
+    letters = "".join(secrets.choice(_LETTERS) for _ in range(length))
+    return letters if length < 16 else f"call_{letters}"
+
+
+@dataclass(slots=True)
+class Reply:
+    """One choice. reader: None where all text is content."""
+
+    reader: ReplyReader | None = None
+    id_length: int = 24
+    content: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: dict[int, Call] = field(default_factory=dict)
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[Logprob] = field(default_factory=list)
+    prompt_logprobs: tuple[Logprob | None, ...] = ()  # the first choice has them
+    n_reasoning: int = 0
+    finish: Finish | None = None
+
+    def add(self, delta: Delta) -> list[dict[str, Any]]:
+        """What a stream says of it: deltas in OpenAI's shape."""
+        self.tokens += delta.tokens
+        self.logprobs += delta.logprobs
+        self.prompt_logprobs = delta.prompt_logprobs or self.prompt_logprobs
+        self.finish = delta.finish or self.finish
+        out = []
+        for part in self._read(delta):
+            if part.kind == "broken":
+                self._mend(part)
+            else:
+                out.append(self._take(part))
+        return out
+
+    def _read(self, delta: Delta) -> list[Part]:
+        reader = self.reader
+        if reader is None:
+            return [Part("content", delta.text)] if delta.text else []
+        was_thinking = reader.is_thinking
+        parts = reader.push(delta.text)
+        if was_thinking or reader.is_thinking:
+            self.n_reasoning += len(delta.tokens)
+        return parts + reader.flush() if delta.finish is not None else parts
+
+    def _take(self, part: Part) -> dict[str, Any]:
+        if part.kind == "content":
+            self.content.append(part.text)
+            return {"content": part.text}
+        if part.kind == "reasoning":
+            self.reasoning.append(part.text)
+            return {"reasoning_content": part.text}
+        if part.kind == "call":
+            call = self.calls[part.call] = Call(new_call_id(self.id_length), part.text)
+            return {"tool_calls": [{"index": part.call} | call.as_json()]}
+        self.calls[part.call].arguments += part.text
+        return {"tool_calls": [{"index": part.call, "function": {"arguments": part.text}}]}
+
+    def _mend(self, part: Part) -> None:
+        """A call that is none is content after all, unless it was only cut off."""
+        if self.finish is None or self.finish.reason != "length":
+            del self.calls[part.call]
+            self.content.append(part.text)
+
+    @property
+    def reason(self) -> str | None:
+        if self.finish is None:
+            return None
+        return "tool_calls" if self.calls and self.finish.reason == "stop" else self.finish.reason
+
+    def message(self) -> dict[str, Any]:
+        content = "".join(self.content)
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if self.reasoning:
+            message["reasoning_content"] = "".join(self.reasoning)
+        if self.calls:
+            message["content"] = content or None
+            message["tool_calls"] = [call.as_json() for call in self.calls.values()]
+        return message

@@ -1,0 +1,96 @@
+"""The tools of a chat request: which the model is shown, and which it may or must call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from cflow.engine.client.card import ModelCard
+from cflow.engine.text import dialect
+from cflow.engine.text.dialect import Form, Thinking
+from cflow.engine.text.grammar import GrammarError
+from cflow.server.api.schemas import ChatRequest
+from cflow.server.errors import RequestError, shorten
+
+NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Calling:
+    """shown: as the template gets them; schemas: of the arguments, by the names of those that may be
+    called; must: the answer has to be calls; is_parallel: it may be several."""
+
+    shown: list[dict[str, Any]] | None = None
+    schemas: dict[str, Any] = field(default_factory=dict)
+    must: bool = False
+    is_parallel: bool = True
+
+
+def read_tools(ask: ChatRequest, card: ModelCard) -> Calling:
+    choice = _read_choice(ask)
+    if choice == "none" or not ask.tools:
+        return Calling()
+    if card.dialect.calls is None:
+        message = (
+            "This model's chat template has no tools, or none whose calls this server can read."
+        )
+        raise RequestError(message, code="unsupported_parameter", param="tools")
+    schemas: dict[str, Any] = {}
+    for i, tool in enumerate(ask.tools):
+        name, where = tool.function.name, f"tools[{i}].function"
+        if name in schemas:
+            raise RequestError(f"{where}.name: there are two {name!r}.", param=f"{where}.name")
+        schema = tool.function.parameters
+        if schema is not None and schema.get("type", "object") != "object":
+            message = f"{where}.parameters must be a schema of type object."
+            raise RequestError(message, param=f"{where}.parameters")
+        schemas[name] = NO_ARGUMENTS if not schema else {"type": "object"} | schema
+    shown = [
+        tool.model_dump(exclude_unset=True, exclude={"function": {"strict"}}) for tool in ask.tools
+    ]
+    if choice in ("auto", "required"):
+        return Calling(shown, schemas, choice == "required", ask.parallel_tool_calls)
+    name = choice.removeprefix("=")
+    if name not in schemas:
+        message = f"tool_choice names {shorten(name)}, which is none of the tools."
+        raise RequestError(message, param="tool_choice")
+    # Who names a tool wants that call: a small model may go on writing it to the end of its answer.
+    return Calling(shown, {name: schemas[name]}, must=True, is_parallel=False)
+
+
+def _read_choice(ask: ChatRequest) -> str:
+    """none, auto, required, or =name."""
+    choice = ask.tool_choice
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        function = choice.get("function")
+        name = function.get("name") if isinstance(function, dict) else None
+        choice = f"={name}" if isinstance(name, str) else None
+    elif choice not in ("none", "auto", "required"):
+        choice = None
+    if choice is None:
+        message = (
+            f"tool_choice is {shorten(ask.tool_choice)}; it must be none, auto, required or "
+            '{"type": "function", "function": {"name": ...}}.'
+        )
+        raise RequestError(message, param="tool_choice")
+    if not ask.tools and choice not in ("none", "auto"):
+        raise RequestError("tool_choice needs tools to choose from.", param="tool_choice")
+    return str(choice)
+
+
+async def form_of(
+    calling: Calling, body: str | None, thinking: Thinking, card: ModelCard
+) -> str | None:
+    """The grammar of whole answers. body: of their content, checked."""
+    schemas = calling.schemas if calling.must or body else {}
+    if body is None and not schemas:
+        return None
+    form = Form(None if calling.must else body, schemas, calling.is_parallel, thinking)
+    special = card.dialect.special_ids(card.tokenizer)
+    make = partial(dialect.grammar_of, dialect=card.dialect, special=special)
+    try:
+        return await card.grammars.make(make, form)
+    except GrammarError as error:
+        message = f"tools cannot be followed as a grammar: {error}."
+        raise RequestError(message, code="invalid_grammar", param="tools") from None

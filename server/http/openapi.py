@@ -1,0 +1,76 @@
+"""/openapi.json, where FastAPI cannot know it: the bodies that routes read themselves, and refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+
+from cflow.server.api.schemas import REF, SHAPES
+from cflow.server.http.auth import is_open
+
+REFUSALS = {
+    400: "The request is at fault; `param` names the field.",
+    401: "No key, or a wrong one.",
+    404: "No such model or path.",
+    408: "The body stopped coming.",
+    413: "The body is too large.",
+    415: "The body is not JSON.",
+    429: "Too much waits; `Retry-After` says when to come again.",
+    503: "The engine is loading, draining or gone.",
+}
+OF_POST = tuple(REFUSALS)
+OF_GET = (401, 404, 503)
+# Of open paths; the others refuse nothing.
+OF_PROBE: dict[str, tuple[int, ...]] = {"/health": (503,), "/ready": (503,)}
+TEXT = {"type": "string"}
+EVENT = {"type": "object", "required": ["data"], "properties": {"data": TEXT}}
+NAME = {"type": ["string", "null"]}
+ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {"message": TEXT, "type": TEXT, "param": NAME, "code": NAME},
+        }
+    },
+}
+
+
+def _refusals(path: str, method: str) -> dict[str, Any]:
+    if is_open(path):
+        statuses, schema = OF_PROBE.get(path, ()), {"type": "object"}
+    else:
+        statuses = OF_POST if method == "post" else OF_GET
+        schema = {"$ref": REF.format(model="Error")}
+    content = {"application/json": {"schema": schema}}
+    return {
+        str(status): {"description": REFUSALS[status], "content": content} for status in statuses
+    }
+
+
+def _streams(operation: dict[str, Any]) -> bool:
+    content = operation.get("requestBody", {}).get("content", {})
+    return any("stream" in kind["schema"].get("properties", {}) for kind in content.values())
+
+
+def describe(app: FastAPI) -> None:
+    """Has the app's document complete."""
+    make = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        document = make()
+        schemas = document.setdefault("components", {}).setdefault("schemas", {})
+        schemas.update(SHAPES | {"Error": ERROR})
+        for path, operations in document["paths"].items():
+            for method, operation in operations.items():
+                operation["responses"].pop("422", None)
+                operation["responses"].update(_refusals(path, method))
+                if _streams(operation):
+                    content = operation["responses"]["200"]["content"]
+                    content["text/event-stream"] = {"schema": EVENT}
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]

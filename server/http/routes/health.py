@@ -1,0 +1,78 @@
+"""Probes and facts that need no key: /live, /health, /ready, /version, /metrics."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import PlainTextResponse
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+
+from cflow.engine.client.engine import Engine
+from cflow.server.api.wire import encode
+from cflow.server.http.service import Service, service_of
+
+router = APIRouter()
+
+SERVING = ("ready", "draining")
+
+
+def version() -> str:
+    try:
+        return metadata.version("cflow")
+    except metadata.PackageNotFoundError:
+        return "unknown"  # run from a source tree
+
+
+def state_of(engine: Engine) -> str:
+    """The engine's state, or `failing` where it would serve."""
+    return "failing" if engine.is_failing and engine.state in SERVING else engine.state
+
+
+def _state(service: Service, serving: tuple[str, ...]) -> Response:
+    """200 in the states named, else 503; the body says which state it is."""
+    engine = service.engine
+    state = state_of(engine)
+    is_serving = state in serving
+    body: dict[str, Any] = {"status": "ok" if is_serving else state}
+    if engine.loading is not None and engine.state in ("loading", "restarting"):
+        body |= {"done_bytes": engine.loading.done_bytes, "total_bytes": engine.loading.total_bytes}
+    if engine.ready is not None and is_serving:
+        body |= {"isa": engine.ready.isa, "threads": engine.ready.n_threads}
+    return Response(
+        encode(body), status_code=200 if is_serving else 503, media_type="application/json"
+    )
+
+
+@router.head("/live", include_in_schema=False)
+@router.get("/live")
+async def live() -> Response:
+    """200 while the front end runs, whatever the engine does."""
+    return Response(encode({"status": "ok"}), media_type="application/json")
+
+
+@router.head("/health", include_in_schema=False)
+@router.get("/health")
+async def health(request: Request) -> Response:
+    """503 while the engine loads, is dead or stuck, or its disk fails one request after the other."""
+    return _state(service_of(request), SERVING)
+
+
+@router.head("/ready", include_in_schema=False)
+@router.get("/ready")
+async def ready(request: Request) -> Response:
+    """Like /health, and 503 while draining: whether to send requests here."""
+    return _state(service_of(request), ("ready",))
+
+
+@router.get("/version")
+async def show_version() -> Response:
+    return Response(encode({"version": version()}), media_type="application/json")
+
+
+@router.get("/metrics", response_class=PlainTextResponse)
+async def show_metrics(request: Request) -> Response:
+    """Prometheus text format 0.0.4."""
+    text = service_of(request).metrics.exposition()
+    return Response(text, headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})

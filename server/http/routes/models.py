@@ -1,0 +1,53 @@
+"""GET /v1/models and /v1/models/{id}."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from cflow.server.api.admission import check_model, check_ready
+from cflow.server.api.prompts import context_of
+from cflow.server.api.wire import encode
+from cflow.server.http.service import Service, service_of
+
+router = APIRouter()
+
+
+def describe(service: Service) -> dict[str, Any]:
+    card = service.engine.card
+    context = context_of(service.engine)
+    return {
+        "id": card.name,
+        "object": "model",
+        "created": card.created,
+        "owned_by": "cflow",
+        "root": card.name,
+        "parent": None,
+        "permission": [],
+        "max_model_len": context,
+        "meta": {
+            "n_ctx": context,
+            "n_ctx_train": card.context,
+            "n_params": card.n_params,
+            "n_vocab": card.vocab_size,
+        },
+    }
+
+
+@router.get("/v1/models")
+async def list_models(request: Request) -> Response:
+    """The one model this server has."""
+    service = service_of(request)
+    check_ready(service.engine, service.metrics)
+    body = {"object": "list", "data": [describe(service)]}
+    return Response(encode(body), media_type="application/json")
+
+
+@router.get("/v1/models/{model:path}")
+async def show_model(request: Request, model: str) -> Response:
+    """A model by its name, which may hold slashes."""
+    service = service_of(request)
+    check_ready(service.engine, service.metrics)
+    check_model(service.engine, model)
+    return Response(encode(describe(service)), media_type="application/json")

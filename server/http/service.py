@@ -1,0 +1,108 @@
+"""What routes need, found at app.state.service."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fastapi import Request, Response
+
+from cflow.engine.base.messages import SamplingParams
+from cflow.engine.client.engine import Engine
+from cflow.server.api.admission import check_model, check_priority, check_ready, submit_all
+from cflow.server.api.generation import Generation
+from cflow.server.api.prompts import Prompt
+from cflow.server.api.records import AnswerRecord, OnEnd
+from cflow.server.api.schemas import REF, AnyBody, Body, Sampling, ignored_header, parse
+from cflow.server.config import ServerConfig
+from cflow.server.http.auth import ApiKeys
+from cflow.server.http.body import decode_object, read_body
+from cflow.server.http.sse import Events, EventStream
+from cflow.server.metrics import Metrics
+
+if TYPE_CHECKING:
+    from cflow.server.http.tracing import Tracing
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    config: ServerConfig
+    engine: Engine
+    metrics: Metrics
+    tracing: Tracing | None
+    keys: ApiKeys | None
+
+    async def read(self, request: Request, kind: type[AnyBody]) -> tuple[AnyBody, dict[str, str]]:
+        """The request's body, and headers for its answer. Checks that the engine can serve."""
+        check_ready(self.engine, self.metrics)
+        body = decode_object(await read_body(request, self.config.max_body_bytes))
+        ask = parse(kind, body)
+        check_model(self.engine, getattr(ask, "model", None))
+        if isinstance(ask, Sampling):
+            if self.keys is not None:
+                check_priority(ask.priority)
+            if ask.moe_top_k is None and self.config.moe_top_k is not None:
+                ask = ask.model_copy(update={"moe_top_k": self.config.moe_top_k})
+        return ask, ignored_header(kind, body)
+
+    def generate(
+        self,
+        request: Request,
+        ask: Sampling,
+        prompts: list[Prompt],
+        sampling: list[SamplingParams],
+        n_choices: int,
+    ) -> Generation:
+        """Hands the prompts to the engine, all or none. sampling: one per prompt."""
+        answers = submit_all(
+            self.engine,
+            self.metrics,
+            prompts,
+            sampling,
+            n_choices=n_choices,
+            key=request.scope.get("state", {}).get("key", ""),
+            is_shared=self.keys is not None and self.keys.are_several,
+            priority=ask.priority,
+            timeout_s=ask.timeout_s,
+        )
+        records = [
+            AnswerRecord(
+                self.metrics, len(prompt.ids), n_choices, how.max_tokens, self._follow(request, how)
+            )
+            for prompt, how in zip(prompts, sampling, strict=True)
+        ]
+        ready = self.engine.ready
+        return Generation(
+            answers,
+            records,
+            n_experts=sampling[0].n_experts or self.engine.card.top_k,
+            n_deferred=ready.n_deferred if ready else 0,
+        )
+
+    def _follow(self, request: Request, how: SamplingParams) -> OnEnd | None:
+        if self.tracing is None:
+            return None
+        return self.tracing.follow(self.engine.card.name, request.scope["state"]["id"], how)
+
+    def stream(self, events: Events, generation: Generation, headers: dict[str, str]) -> Response:
+        """The answer as a stream of these events of it, its end included."""
+        return EventStream(
+            events,
+            on_gone=generation.cancel,
+            state=generation.state,
+            ping_s=self.config.ping_s,
+            headers=headers,
+        )
+
+
+def service_of(request: Request) -> Service:
+    service = request.app.state.service
+    assert isinstance(service, Service)
+    return service
+
+
+def json_schema(kind: type[Body]) -> dict[str, Any]:
+    """openapi_extra of a route that reads its body itself."""
+    schema = kind.model_json_schema(ref_template=REF)
+    schema.pop("$defs", None)
+    return {"requestBody": {"content": {"application/json": {"schema": schema}}, "required": True}}

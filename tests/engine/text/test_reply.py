@@ -1,0 +1,253 @@
+"""Answers taken apart: texts as models write them, cut anywhere."""
+
+import json
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cflow.engine.text.dialect import (
+    HERMES,
+    LLAMA,
+    MISTRAL,
+    MISTRAL_IDS,
+    MISTRAL_NAMED,
+    QWEN_CODER,
+    CallSyntax,
+    Thinking,
+)
+from cflow.engine.text.reply import Part, ReplyReader
+
+TOOLS: dict[str, Any] = {"get_weather": {}, "f": {}}
+PARIS = {"city": "Paris", "note": 'a "{" or }'}
+Read = tuple[str, str, list[tuple[str, str]], list[str]]  # reasoning, content, calls, broken
+
+
+def read(
+    pieces: Sequence[str],
+    syntax: CallSyntax | None,
+    thinking: Thinking = "no",
+    max_calls: int | None = None,
+    tools: Mapping[str, Any] = TOOLS,
+) -> Read:
+    reader = ReplyReader(syntax, tools, thinking, max_calls)
+    parts = [part for piece in pieces for part in reader.push(piece)] + reader.flush()
+    texts: dict[str, str] = {"reasoning": "", "content": ""}
+    calls: list[tuple[str, str]] = []
+    broken = []
+    for kind, text, call in parts:
+        if kind in ("reasoning", "content"):
+            texts[kind] += text
+        elif kind == "call":
+            assert call == len(calls)
+            calls.append((text, ""))
+        elif kind == "arguments":
+            assert call == len(calls) - 1
+            calls[call] = (calls[call][0], calls[call][1] + text)
+        else:
+            broken.append(text)
+    return texts["reasoning"], texts["content"], calls, broken
+
+
+def hermes(name: str, arguments: object) -> str:
+    """As Qwen's template writes it."""
+    call = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+    return f"<tool_call>\n{call}\n</tool_call>"
+
+
+def tagged(name: str, **arguments: str) -> str:
+    """As Qwen3-Coder's template writes it."""
+    told = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in arguments.items())
+    return f"<tool_call>\n<function={name}>\n{told}</function>\n</tool_call>"
+
+
+CALL = ("get_weather", json.dumps(PARIS))
+CASES: list[tuple[str, CallSyntax | None, Thinking, Read]] = [
+    # Hermes and Qwen
+    (hermes("get_weather", PARIS), HERMES, "no", ("", "", [CALL], [])),
+    ("I look.\n" + hermes("get_weather", PARIS), HERMES, "no", ("", "I look.", [CALL], [])),
+    (hermes("get_weather", PARIS) + "\n" + hermes("f", {}) + "\n", HERMES, "no",
+     ("", "", [CALL, ("f", "{}")], [])),
+    (hermes("f", {}) + "\nDone.", HERMES, "no", ("", "Done.", [("f", "{}")], [])),
+    ('<tool_call>{"arguments": {"x": [1, 2.5]}, "name": "f"}</tool_call>', HERMES, "no",
+     ("", "", [("f", '{"x":[1,2.5]}')], [])),
+    ('<tool_call>{"name": "f", "arguments": "{\\"x\\": 1}"}</tool_call>', HERMES, "no",
+     ("", "", [("f", '{"x":1}')], [])),
+    ('<tool_call>{"name": "f"}</tool_call>', HERMES, "no", ("", "", [("f", "{}")], [])),
+    # what only looks like one
+    ("a < b and <tool_box>", HERMES, "no", ("", "a < b and <tool_box>", [], [])),
+    ("<tool_call>\nno JSON", HERMES, "no", ("", "<tool_call>\nno JSON", [], [])),
+    ("<tool_call>", HERMES, "no", ("", "<tool_call>", [], [])),
+    ("x <tool_", HERMES, "no", ("", "x <tool_", [], [])),
+    ('<tool_call>{"name": "unknown", "arguments": {}}</tool_call>!', HERMES, "no",
+     ("", '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>!', [], [])),
+    ('<tool_call>{"name": ["f"], "arguments": {}}</tool_call>', HERMES, "no",
+     ("", '<tool_call>{"name": ["f"], "arguments": {}}</tool_call>', [], [])),
+    ('<tool_call>{"name": "f", "arguments": [1]}', HERMES, "no",
+     ("", '<tool_call>{"name": "f", "arguments": [1]}', [], [])),
+    ('<tool_call>{"name": "f", "argu', HERMES, "no", ("", '<tool_call>{"name": "f", "argu', [], [])),
+    # certain, and then broken or cut
+    ('<tool_call>{"name": "f", "arguments": {x: 1}}</tool_call>', HERMES, "no",
+     ("", "", [("f", "{x: 1}")], ['<tool_call>{"name": "f", "arguments": {x: 1}}'])),
+    ('<tool_call>{"name": "f", "arguments": {"x": "y', HERMES, "no",
+     ("", "", [("f", '{"x": "y')], ['<tool_call>{"name": "f", "arguments": {"x": "y'])),
+    # Llama
+    ('{"name": "f", "parameters": {"x": 1}}', LLAMA, "no", ("", "", [("f", '{"x": 1}')], [])),
+    ('<|python_tag|>{"name": "f", "parameters": {"x": 1}}', LLAMA, "no",
+     ("", "", [("f", '{"x": 1}')], [])),
+    ('{"name": "f", "parameters": {}}; {"name": "get_weather", "parameters": {"city": "x"}}', LLAMA,
+     "no", ("", "", [("f", "{}"), ("get_weather", '{"city": "x"}')], [])),
+    ('{"type": "function", "name": "f", "parameters": {"x": 1}}', LLAMA, "no",
+     ("", "", [("f", '{"x":1}')], [])),
+    ('{"answer": 42}', LLAMA, "no", ("", '{"answer": 42}', [], [])),
+    ('{"name": "Ada", "age": 36}', LLAMA, "no", ("", '{"name": "Ada", "age": 36}', [], [])),
+    ('It is {"name": "f", "parameters": {}}', LLAMA, "no",
+     ("", 'It is {"name": "f", "parameters": {}}', [], [])),
+    ('<|python_tag|>print("hi")', LLAMA, "no", ("", '<|python_tag|>print("hi")', [], [])),
+    # Mistral
+    ('[TOOL_CALLS] [{"name": "f", "arguments": {"x": 1}}, {"name": "f", "arguments": {}}]', MISTRAL,
+     "no", ("", "", [("f", '{"x": 1}'), ("f", "{}")], [])),
+    ('[TOOL_CALLS][{"name": "f", "arguments": {}, "id": "VvvODy9mT"}]', MISTRAL, "no",
+     ("", "", [("f", "{}")], [])),
+    ('[TOOL_CALLS]{"name": "f", "arguments": {}}[TOOL_CALLS] no', MISTRAL, "no",
+     ("", "[TOOL_CALLS] no", [("f", "{}")], [])),
+    ('{"name": "f", "parameters": {}}"{"x": 1} \n', LLAMA, "no", ("", '"{"x": 1} \n', [("f", "{}")], [])),
+    ("Look: [TOOL_CALLS] is a word", MISTRAL, "no", ("", "Look: [TOOL_CALLS] is a word", [], [])),
+    ('[TOOL_CALLS]get_weather[ARGS]' + json.dumps(PARIS), MISTRAL_NAMED, "no", ("", "", [CALL], [])),
+    ('Look.[TOOL_CALLS]f[ARGS]{"x": {"y": []}}[TOOL_CALLS]f[ARGS] {}', MISTRAL_NAMED, "no",
+     ("", "Look.", [("f", '{"x": {"y": []}}'), ("f", "{}")], [])),
+    ("[TOOL_CALLS]f[ARGS]{}\nDone.", MISTRAL_NAMED, "no", ("", "Done.", [("f", "{}")], [])),
+    ('[TOOL_CALLS]f[ARGS]{"x": "y', MISTRAL_NAMED, "no",
+     ("", "", [("f", '{"x": "y')], ['[TOOL_CALLS]f[ARGS]{"x": "y'])),
+    ("[TOOL_CALLS]f[ARGS]{x}!", MISTRAL_NAMED, "no",
+     ("", "!", [("f", "{x}")], ["[TOOL_CALLS]f[ARGS]{x}"])),
+    ("[TOOL_CALLS]f[ARGS][1]", MISTRAL_NAMED, "no", ("", "[TOOL_CALLS]f[ARGS][1]", [], [])),
+    ("[TOOL_CALLS]other[ARGS]{}", MISTRAL_NAMED, "no", ("", "[TOOL_CALLS]other[ARGS]{}", [], [])),
+    ("[TOOL_CALLS]f[ARG", MISTRAL_NAMED, "no", ("", "[TOOL_CALLS]f[ARG", [], [])),
+    ("[TOOL_CALLS]f or g", MISTRAL_NAMED, "no", ("", "[TOOL_CALLS]f or g", [], [])),
+    ("[TOOL_CALLS]get_weather[CALL_ID]VvvODy9mT[ARGS]" + json.dumps(PARIS), MISTRAL_IDS, "no",
+     ("", "", [CALL], [])),
+    ("I.[TOOL_CALLS]f[CALL_ID]a1[ARGS]{}[TOOL_CALLS]f[ARGS]{}", MISTRAL_IDS, "no",
+     ("", "I.", [("f", "{}"), ("f", "{}")], [])),
+    ("[TOOL_CALLS]f[CALL_ID]a b[ARGS]{}", MISTRAL_IDS, "no",
+     ("", "[TOOL_CALLS]f[CALL_ID]a b[ARGS]{}", [], [])),
+    ("[TOOL_CALLS]f[CALL_ID]a1[AR", MISTRAL_IDS, "no", ("", "[TOOL_CALLS]f[CALL_ID]a1[AR", [], [])),
+    ("[TOOL_CALLS]other[CALL_ID]a1[ARGS]{}", MISTRAL_IDS, "no",
+     ("", "[TOOL_CALLS]other[CALL_ID]a1[ARGS]{}", [], [])),
+    # Qwen3-Coder
+    (tagged("f", x="1", note="a <b>\n</b>"), QWEN_CODER, "no",
+     ("", "", [("f", '{"x": 1, "note": "a <b>\\n</b>"}')], [])),
+    ("I look.\n\n" + tagged("f") + "\n" + tagged("get_weather", city="Paris") + "\nDone.", QWEN_CODER, "no",
+     ("", "I look.Done.", [("f", "{}"), ("get_weather", '{"city": "Paris"}')], [])),
+    ("<tool_call><function=f></function></tool_call>", QWEN_CODER, "no", ("", "", [("f", "{}")], [])),
+    ("<tool_call>\n<function=f>\n<parameter=x>\n1", QWEN_CODER, "no",
+     ("", "", [("f", "")], ["<tool_call>\n<function=f>\n<parameter=x>\n1"])),
+    ("<tool_call>\n<function=f>\nand", QWEN_CODER, "no",
+     ("", "<tool_call>\n<function=f>\nand", [], [])),
+    (tagged("other", x="1"), QWEN_CODER, "no", ("", tagged("other", x="1"), [], [])),
+    (hermes("f", {}), QWEN_CODER, "no", ("", hermes("f", {}), [], [])),
+    # reasoning
+    ("<think>\nHm, 2.\n</think>\n\nTwo.", None, "maybe", ("Hm, 2.", "Two.", [], [])),
+    ("Hm, 2.\n</think>\n\nTwo.", None, "begun", ("Hm, 2.", "Two.", [], [])),
+    ("Hm, no end", None, "begun", ("Hm, no end", "", [], [])),
+    ("Two <think>", None, "maybe", ("", "Two <think>", [], [])),
+    ("<think", None, "maybe", ("", "<think", [], [])),
+    (" \n", None, "maybe", ("", " \n", [], [])),
+    ("<think>\n<tool_call> it is\n</think>\n" + hermes("f", {}), HERMES, "maybe",
+     ("<tool_call> it is", "", [("f", "{}")], [])),
+    ("<think></think>" + hermes("f", {}), HERMES, "maybe", ("", "", [("f", "{}")], [])),
+    ("no thoughts </think>", None, "no", ("", "no thoughts </think>", [], [])),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "syntax", "thinking", "expected"), CASES)
+def test_texts_however_they_are_cut(
+    text: str, syntax: CallSyntax | None, thinking: Thinking, expected: Read
+) -> None:
+    assert read([text], syntax, thinking) == expected
+    assert read(list(text), syntax, thinking) == expected
+    for at in range(1, len(text)):
+        assert read([text[:at], text[at:]], syntax, thinking) == expected
+
+
+def test_arguments_come_while_they_are_written() -> None:
+    reader = ReplyReader(HERMES, TOOLS, "no")
+    text = hermes("f", {"code": "line " * 20})
+    given = [part for char in text for part in reader.push(char)]
+    assert given[0] == Part("call", "f", 0)
+    pieces = [part.text for part in given if part.kind == "arguments"]
+    assert len(pieces) > 100
+    assert json.loads("".join(pieces)) == {"code": "line " * 20}
+
+
+@pytest.mark.parametrize(
+    ("schema", "value", "json_value"),
+    [
+        ({"type": "string"}, "12", "12"),
+        ({"type": "string"}, "\n two\n", "\n two\n"),
+        ({"type": "integer"}, "12", 12),
+        ({"type": "integer"}, "twelve", "twelve"),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"type": ["string", "null"]}, "x", "x"),
+        ({"type": "boolean"}, "True", True),
+        ({"type": "array"}, '["a",\n 1]', ["a", 1]),
+        ({"enum": ["1", "2"]}, "1", "1"),
+        ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, "1", "1"),
+        (None, '{"a": 1}', {"a": 1}),
+        (None, "some text", "some text"),
+    ],
+)
+def test_values_in_tags_are_what_their_schema_means(
+    schema: Any, value: str, json_value: object
+) -> None:
+    tools = {"f": {"type": "object", "properties": {"x": schema} if schema else {}}}
+    ((name, arguments),) = read([tagged("f", x=value)], QWEN_CODER, tools=tools)[2]
+    assert (name, json.loads(arguments)) == ("f", {"x": json_value})
+
+
+def test_calls_beyond_the_bound_are_dropped() -> None:
+    text = hermes("f", {"x": 1}) + "\n" + hermes("f", {"x": 2}) + "\n" + hermes("f", {"x": 3})
+    assert read(list(text), HERMES, max_calls=1) == ("", "", [("f", '{"x": 1}')], [])
+
+
+def test_without_tools_nothing_is_a_call() -> None:
+    text = hermes("f", {})
+    assert read(list(text), HERMES, tools={}) == ("", text, [], [])
+
+
+def test_content_is_not_held_back_longer_than_needed() -> None:
+    reader = ReplyReader(HERMES, TOOLS, "no")
+    assert reader.push("one <") == [Part("content", "one")]
+    assert reader.push("b") == [Part("content", " <b")]
+    bare = ReplyReader(LLAMA, TOOLS, "no")
+    assert bare.push('{"answer": ') == [Part("content", '{"answer": ')]
+
+
+PIECES = st.sampled_from(
+    ["<tool_call>", "</tool_call>", "{", "}", '{"name": "f", "arguments": ', '{"x": 1}', '"', "\\",
+     "\n", " ", "text", "[TOOL_CALLS]", "[", "]", ",", ";", "<|python_tag|>", "<think>", "</think>",
+     '{"name": "f", "parameters": {}}', "<", "é",
+     "f[ARGS]", "f[CALL_ID]", "a1", "[ARGS]", "<function=f>", "</function>", "<parameter=x>", "</parameter>"]
+)  # fmt: skip
+
+
+@given(
+    st.lists(PIECES, max_size=12),
+    st.sampled_from([None, HERMES, LLAMA, MISTRAL, MISTRAL_NAMED, MISTRAL_IDS, QWEN_CODER]),
+    st.sampled_from(["no", "maybe", "begun"]),
+    st.data(),
+)
+def test_cuts_never_matter_and_nothing_is_lost(
+    pieces: list[str], syntax: CallSyntax | None, thinking: Thinking, data: st.DataObject
+) -> None:
+    text = "".join(pieces)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=5)))
+    ends = [0, *cuts, len(text)]
+    cut = [text[a:b] for a, b in pairwise(ends)]
+    reasoning, content, calls, broken = read(cut, syntax, thinking)
+    assert read([text], syntax, thinking) == (reasoning, content, calls, broken)
+    if not calls and thinking == "no":
+        assert content == text

@@ -1,0 +1,107 @@
+"""Long texts: refused before they are encoded if they cannot fit, and in nobody's way."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+from cflow.server.api import prompts
+from harness.fake_engine import READY, ByteTokenizer
+from harness.live import Live, error_of
+
+LONGEST = READY.max_context * len("</s>")  # bytes; that is the longest token
+
+
+def ask(live: Live, path: str, text: str) -> httpx.Response:
+    if path == "/v1/completions":
+        return live.post(path, prompt=["a", text])
+    return live.post(path, messages=[{"role": "user", "content": text}])
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_what_cannot_fit_is_not_encoded(
+    live: Live, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def encode(self: ByteTokenizer, text: str, add_bos: bool = True) -> list[int]:
+        pytest.fail("encoded")
+
+    monkeypatch.setattr(ByteTokenizer, "encode", encode)
+    for text in ("a" * (LONGEST + 1), "\u6f22" * (LONGEST // 3 + 1)):
+        refused = ask(live, path, text)
+        assert refused.status_code == 400
+        error = error_of(refused)
+        assert error["code"] == "context_length_exceeded"
+        assert error["param"] == ("prompt" if path == "/v1/completions" else "messages")
+
+
+def test_what_might_fit_is_encoded(live: Live) -> None:
+    assert live.complete(prompt="</s>" * (READY.max_context - 1), max_tokens=1).status_code == 200
+    assert live.complete(prompt="</s>" * READY.max_context, max_tokens=1).status_code == 400
+
+
+def test_tokenize_takes_texts_beyond_the_context(live: Live) -> None:
+    text = "a" * (LONGEST + 1)
+    assert live.post("/tokenize", prompt=text).json()["count"] == len(text)
+    messages = [{"role": "user", "content": text}]
+    assert live.post("/tokenize", messages=messages).json()["count"] > len(text)
+
+
+class SlowTokenizer:
+    """Each text that is encoded waits until it is let go."""
+
+    bos_id = None
+
+    def __init__(self) -> None:
+        self.n_now = 0
+        self.let_go = threading.Event()
+
+    def encode(self, text: str, add_bos: bool = True) -> list[int]:
+        if len(text) > prompts.LONG_CHARS:
+            self.n_now += 1
+            assert self.let_go.wait(10)
+        return [1]
+
+
+def test_long_texts_hold_up_only_each_other() -> None:
+    tokenizer: Any = SlowTokenizer()
+
+    async def check() -> None:
+        long = "a" * (prompts.LONG_CHARS + 1)
+        tasks = [asyncio.create_task(prompts.encode_text(tokenizer, long)) for _ in range(40)]
+        for _ in range(40):
+            await asyncio.wait_for(prompts.encode_text(tokenizer, "b" * 5000), 5)
+        assert tokenizer.n_now <= 2
+        tokenizer.let_go.set()
+        await asyncio.gather(*tasks)
+
+    asyncio.run(check())
+    assert tokenizer.n_now == 40
+
+
+def test_slow_templates_hold_up_only_each_other(live: Live) -> None:
+    let_go = threading.Event()
+
+    class SlowTemplate:
+        def render(self, messages: Any, **_options: Any) -> str:
+            assert let_go.wait(10)
+            return "x"
+
+    object.__setattr__(live.engine.card, "template", SlowTemplate())
+    body = {"messages": [{"role": "user", "content": "x"}]}
+    url = f"http://127.0.0.1:{live.port}/v1/chat/completions"
+    chats = [threading.Thread(target=httpx.post, args=(url,), kwargs={"json": body})
+             for _ in range(40)]  # fmt: skip
+    for chat in chats:
+        chat.start()
+    time.sleep(0.3)
+    try:
+        assert live.post("/tokenize", content="a" * 5000).status_code == 200
+    finally:
+        let_go.set()
+        for chat in chats:
+            chat.join()

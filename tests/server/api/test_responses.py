@@ -1,0 +1,249 @@
+"""POST /v1/responses over recorded answers, checked against the openai client's types."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+import pytest
+from msgspec import structs
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from cflow.engine.base.errors import EngineError
+from cflow.engine.base.messages import Delta, Progress
+from cflow.engine.text.dialect import HERMES, Dialect
+from harness.fake_engine import READY, Call, FakeEngine, deltas_of
+from harness.live import Live, error_of
+from harness.scripts import CALL, CALL_2, Template, say
+
+EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+TOOLS = [
+    {"type": "function", "name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
+    {"type": "function", "name": "clock"},
+]  # fmt: skip
+Tell = Callable[..., Live]
+
+
+@pytest.fixture
+def tell(serve: Any) -> Tell:
+    def start(text: str, reason: str = "stop", *, thinks: bool = False) -> Live:
+        engine = FakeEngine(
+            script=say(text, reason=reason),
+            dialect=Dialect(HERMES, thinks),
+            template=Template(""),
+        )
+        engine.ready = structs.replace(READY, max_context=400)
+        live: Live = serve(engine)
+        return live
+
+    return start
+
+
+def ask(live: Live, **fields: Any) -> httpx.Response:
+    return live.post("/v1/responses", {"input": "hi"} | fields)
+
+
+def whole(live: Live, **fields: Any) -> Response:
+    response = ask(live, **fields)
+    assert response.status_code == 200, response.text
+    return Response.model_validate(response.json(), strict=True)
+
+
+def stream(live: Live, **fields: Any) -> list[Any]:
+    """Its events, each as the client's types have it, numbered from 0."""
+    response = ask(live, stream=True, **fields)
+    events = []
+    for block in filter(None, response.text.split("\n\n")):
+        name, data = block.split("\n")
+        events.append(EVENT.validate_json(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1].type}"
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    return events
+
+
+def shown(response: Response) -> list[tuple[str, ...]]:
+    """The output without its ids."""
+    out: list[tuple[str, ...]] = []
+    for item in response.output:
+        if item.type == "message":
+            (part,) = item.content
+            out.append(("message", item.status, getattr(part, "text", "")))
+        elif item.type == "reasoning":
+            assert item.content
+            out.append(("reasoning", str(item.status), item.content[0].text))
+        elif item.type == "function_call":
+            out.append(("call", str(item.status), item.name, item.arguments))
+    assert len(out) == len(response.output)
+    return out
+
+
+CASES = [
+    ("Hello.", "stop", [("message", "completed", "Hello.")]),
+    ("", "stop", [("message", "completed", "")]),
+    ("Hel", "length", [("message", "incomplete", "Hel")]),
+    ("<think>\nHm.\n</think>\n\nTwo.", "stop",
+     [("reasoning", "completed", "Hm."), ("message", "completed", "Two.")]),
+    ("Look:\n" + CALL + "\n" + CALL_2, "stop",
+     [("message", "completed", "Look:"),
+      ("call", "completed", "get_weather", '{"city": "Zürich"}'), ("call", "completed", "clock", "{}")]),
+    (CALL[:66], "length", [("call", "incomplete", "get_weather", CALL[CALL.index('{"c') : 66])]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "reason", "expected"), CASES)
+def test_answers(tell: Tell, text: str, reason: str, expected: list[Any]) -> None:
+    live = tell(text, reason, thinks=True)
+    response = whole(live, tools=TOOLS)
+    assert shown(response) == expected
+    is_cut = reason == "length"
+    assert response.status == ("incomplete" if is_cut else "completed")
+    details = response.incomplete_details
+    assert (details and details.reason) == ("max_output_tokens" if is_cut else None)
+    usage = response.usage
+    assert usage is not None
+    assert usage.output_tokens == len(text.encode()) + (not is_cut)
+    assert usage.total_tokens == usage.input_tokens + usage.output_tokens
+    assert bool(usage.output_tokens_details.reasoning_tokens) == text.startswith("<think>")
+
+
+@pytest.mark.parametrize(("text", "reason", "expected"), [case for case in CASES if case[0]])
+def test_streams_end_with_what_they_told(
+    tell: Tell, text: str, reason: str, expected: list[Any]
+) -> None:
+    events = stream(tell(text, reason, thinks=True), tools=TOOLS)
+    kinds = [event.type for event in events]
+    assert kinds[:2] == ["response.created", "response.in_progress"]
+    assert kinds[-1] == f"response.{'incomplete' if reason == 'length' else 'completed'}"
+    final = events[-1].response
+    assert shown(final) == expected
+    texts = [""] * len(final.output)
+    for event in events:
+        if event.type.endswith(".delta"):
+            texts[event.output_index] += event.delta
+            assert event.item_id == final.output[event.output_index].id
+    assert texts == [item[-1] for item in expected]
+    done = [event.item for event in events if event.type == "response.output_item.done"]
+    assert done == final.output
+    added = [event for event in events if event.type == "response.output_item.added"]
+    assert [event.output_index for event in added] == list(range(len(expected)))
+
+
+def seen(live: Live) -> list[dict[str, Any]]:
+    """What the template was shown."""
+    turns: list[dict[str, Any]] = live.engine.card.template.seen["messages"]
+    return turns
+
+
+def test_items_become_turns(tell: Tell) -> None:
+    live = tell("ok")
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "We"}, {"type": "input_text", "text": "ather?"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
+        {"type": "message", "id": "msg_1", "role": "assistant", "status": "completed",
+         "content": [{"type": "output_text", "text": "Look:", "annotations": []}]},
+        {"type": "function_call", "id": "fc_1", "call_id": "a", "name": "clock", "arguments": "{}"},
+        {"type": "function_call", "call_id": "b", "name": "get_weather", "arguments": '{"city": "Bern"}'},
+        {"type": "function_call_output", "call_id": "a", "output": "noon"},
+        {"type": "function_call_output", "call_id": "b", "output": [{"type": "input_text", "text": "dry"}]},
+    ]  # fmt: skip
+    whole(live, input=items, instructions="Be brief.", tools=TOOLS)
+    calls = [
+        {"id": "a", "type": "function", "function": {"name": "clock", "arguments": {}}},
+        {"id": "b", "type": "function", "function": {"name": "get_weather", "arguments": {"city": "Bern"}}},
+    ]  # fmt: skip
+    assert seen(live) == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": "Look:", "reasoning_content": "Hm.", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "a", "content": "noon"},
+        {"role": "tool", "tool_call_id": "b", "content": "dry"},
+    ]
+
+
+def test_an_answer_can_be_sent_back_as_it_came(tell: Tell) -> None:
+    live = tell("<think>Hm.</think>Look: " + CALL, thinks=True)
+    body = ask(live, tools=TOOLS).json()
+    result = {
+        "type": "function_call_output",
+        "call_id": body["output"][-1]["call_id"],
+        "output": "dry",
+    }
+    whole(live, input=[{"role": "user", "content": "q"}, *body["output"], result], tools=TOOLS)
+    _, answer, told = seen(live)
+    assert (answer["reasoning_content"], answer["content"]) == ("Hm.", "Look:")
+    assert answer["tool_calls"][0]["function"]["arguments"] == {"city": "Zürich"}
+    assert told["tool_call_id"] == answer["tool_calls"][0]["id"]
+
+
+def test_knobs_reach_the_engine(tell: Tell) -> None:
+    live = tell("{}")
+    form = {"type": "json_schema", "name": "x", "schema": {"type": "object"}, "strict": True}
+    response = whole(
+        live, text={"format": form}, temperature=0.5, top_p=0.9, seed=4, max_output_tokens=9,
+        metadata={"a": "b"}, store=True, truncation="auto", reasoning={"effort": "low"},
+    )  # fmt: skip
+    how = live.engine.calls[0].sampling
+    assert (how.temperature, how.top_p, how.seed, how.max_tokens) == (0.5, 0.9, 4, 9)
+    assert how.grammar is not None
+    assert (response.temperature, response.top_p, response.metadata) == (0.5, 0.9, {"a": "b"})
+    whole(live, tools=TOOLS, tool_choice={"type": "function", "name": "clock"})
+    assert "clock" in (live.engine.calls[-1].sampling.grammar or "")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": None}, "input"), ({"input": 5}, "input"), ({"input": []}, "input"),
+        ({"input": [5]}, "input[0].type"), ({"input": [{"type": "computer_call"}]}, "input[0].type"),
+        ({"input": [{"role": "wizard", "content": "x"}]}, "input[0].role"),
+        ({"input": [{"role": "user"}], "instructions": "x"}, "input[0].content"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
+        ({"input": [{"type": "function_call", "call_id": "a", "arguments": "{}"}]},
+         "input[0].tool_calls[0].function.name"),
+        ({"input": "x" * 500}, "input"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"background": True}, "background"), ({"conversation": "c"}, "conversation"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs"), ({"return_token_ids": True}, "return_token_ids"),
+        ({"top_logprobs": 3}, "top_logprobs"), ({"n": 2}, "n"), ({"temperature": 3}, "temperature"),
+        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "x"}}, "tool_choice"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
+        ({"text": {"format": {"type": "json_schema", "schema": {"type": "wizard"}}}}, "text.format.schema"),
+    ],
+)  # fmt: skip
+def test_refusals_name_the_parameter(tell: Tell, fields: dict[str, Any], param: str) -> None:
+    response = tell("x").post("/v1/responses", {"input": "hi"} | fields)
+    assert response.status_code == 400
+    error = error_of(response)
+    assert error["param"] == param
+    assert "messages" not in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "told"),
+    [
+        (EngineError("io_error", "the disk"), "io_error", "io_error: the disk"),
+        (RuntimeError("secret"), "internal", "internal: The server failed"),
+    ],
+)
+def test_a_failure_in_the_stream_is_an_event(
+    serve: Any, fault: Exception, code: str, told: str
+) -> None:
+    async def fail(call: Call) -> AsyncIterator[Delta | Progress]:
+        for delta in deltas_of(call, 0, b"Half", "length")[:3]:
+            yield delta
+        raise fault
+
+    live: Live = serve(FakeEngine(script=fail))
+    events = stream(live)
+    assert events[-1].type == "response.failed"
+    error = events[-1].response.error
+    assert error.code == "server_error"
+    assert error.message.startswith(told)
+    assert json.loads(ask(live).text)["error"]["code"] == code
