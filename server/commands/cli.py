@@ -122,8 +122,8 @@ def serve(
 
 
 def _serve(settings: dict[str, Any]) -> None:
+    from cflow.server.commands.serve import listen, serve
     from cflow.server.config import server_config
-    from cflow.server.http.serve import listen, serve
 
     config = server_config(settings)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s")

@@ -15,8 +15,8 @@ import httpx
 import pytest
 
 from cflow.engine.base.errors import CflowError
+from cflow.server.commands.serve import reload_files
 from cflow.server.config import server_config
-from cflow.server.http.serve import reload_files
 from cflow.server.http.tls import read_certificate
 from harness.fake_engine import FakeEngine
 from harness.live import Live, events, read_all, request
