@@ -1,7 +1,4 @@
-"""One error shape for every answer that is not a success, and what causes get which status.
-
-RequestError (a CflowError)   the request is at fault, or cannot be served now
-"""
+"""The one shape of every error answer, and the HTTP status of each cause."""
 
 from __future__ import annotations
 
@@ -14,14 +11,16 @@ from starlette.exceptions import HTTPException
 
 from cflow.engine.base.errors import CflowError, EngineError
 
-MAX_ECHO = 200  # characters of the client's own text an error repeats
+MAX_ECHO = 200  # characters of the client's text that an error repeats
 
 
 log = logging.getLogger("cflow.server")
 
 
 class RequestError(CflowError):
-    """code: a stable word for programs; param: the field at fault; status: the HTTP status."""
+    """A request that is at fault, or cannot be served now.
+
+    code: a stable word for programs. param: the field at fault. status: the HTTP status."""
 
     def __init__(
         self,
@@ -40,10 +39,10 @@ class RequestError(CflowError):
 
 
 class ClientGone(Exception):
-    """The client closed the connection; nobody reads an answer."""
+    """The client closed the connection before its answer was complete."""
 
 
-# code of an EngineError -> HTTP status. Everything else the engine reports is a 500.
+# HTTP status by code of an EngineError; any other code is a 500.
 ENGINE_STATUS = {
     "invalid_request": 400,
     "template_error": 400,
@@ -59,7 +58,7 @@ ENGINE_STATUS = {
 
 
 def shorten(value: object) -> str:
-    """repr of what a client sent, cut: an error must not amplify a request."""
+    """A client's value for use in an error, cut so that errors do not amplify requests."""
     if isinstance(value, str | bytes):
         value = value[: MAX_ECHO + 1]
     elif isinstance(value, list | dict):
@@ -82,15 +81,17 @@ def error_object(
 
 
 def our_fault(**headers: str) -> RequestError:
-    """The log has the traceback, the client none of it."""
+    """A 500 whose cause is in the log only."""
     message = "The server failed on this request; its log has the cause."
     headers = {"x-should-retry": "false"} | headers
     return RequestError(message, code="internal", status=500, headers=headers)
 
 
 def answer_failure(error: Exception) -> RequestError:
-    """A request that was taken and failed. Sending the same again would fail again, unless the
-    server is shutting down: SDKs are told so. What is no EngineError is a fault of ours."""
+    """The error of a request that failed after it was accepted.
+
+    x-should-retry tells SDKs whether sending it again can help: only if the server is shutting
+    down or the request timed out. An exception that is not an EngineError is a bug of ours."""
     if not isinstance(error, EngineError):
         log.error("a request failed", exc_info=error)
         return our_fault()
@@ -140,8 +141,8 @@ async def _gone(_request: Request, _error: Exception) -> Response:
 
 
 async def _crash(_request: Request, _error: Exception) -> Response:
-    """The HTTP server closes the connection after it, which the client must know before it sends
-    another request there."""
+    """A 500 for an unexpected exception. uvicorn closes the connection after it, so the answer
+    says so: a client must not send its next request there."""
     return error_response(our_fault(connection="close"))
 
 

@@ -7,8 +7,10 @@ from collections.abc import Callable
 
 
 class Meter:
-    """Counts events into one-second slots; rate() is events a second over the last window_s, or
-    since restart() if that is less."""
+    """Counts events in one-second counters.
+
+    rate() is events per second over the last window_s seconds, or since restart() if that is
+    shorter."""
 
     def __init__(self, window_s: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -1,4 +1,4 @@
-"""What the server counts, in Prometheus form: vLLM's names where they apply, cflow_ elsewhere."""
+"""Prometheus metrics: under vLLM's names where one exists, else with the prefix cflow_."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ def token_buckets(most: int) -> tuple[int, ...]:
 
 
 class Metrics:
-    """Everything /metrics shows, in a registry of its own. Counters only ever rise."""
+    """All metrics of one server, in a registry of their own. Counters never fall."""
 
     def __init__(self, engine: Engine) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
-        self.tokens = Meter(10)  # generated
-        self.finished = Meter(60)  # answers, however they ended
+        self.tokens = Meter(10)  # generated, over 10 s
+        self.finished = Meter(60)  # answers that ended in any way, over 60 s
         ProcessCollector(registry=self.registry)
         self._make_http()
         self._make_requests(engine.card.name, engine.card.context)
@@ -93,13 +93,13 @@ class Metrics:
         tokens = token_buckets(context)
         self.received = Counter(
             "cflow_requests_received",
-            "Answers asked for: prompts times n.",
+            "Answers requested: prompts times n.",
             LABELS,
             registry=self.registry,
         ).labels(model, ENGINE)
         success = Counter(
             "vllm:request_success",
-            "Answers that are over, by how they ended.",
+            "Answers that ended, by reason.",
             (*LABELS, "finished_reason"),
             registry=self.registry,
         )
@@ -112,7 +112,7 @@ class Metrics:
         )
         self.per_token_s = histogram(
             "vllm:request_time_per_output_token_seconds",
-            "Mean time of the tokens after the first.",
+            "Mean time per token after the first.",
             BETWEEN_TOKENS_S,
         )
         self.whole_s = histogram("vllm:e2e_request_latency_seconds", "Arrival to end.", WHOLE_S)
@@ -143,7 +143,7 @@ class Metrics:
 
 
 class EngineCollector(Collector):
-    """The engine's own totals and gauges, read when somebody asks."""
+    """Totals and gauges of the engine, read at each scrape."""
 
     def __init__(self, engine: Engine, tokens: Meter) -> None:
         self._engine = engine
@@ -164,35 +164,43 @@ class EngineCollector(Collector):
         stats = self._engine.stats
         yield from self._plain(
             CounterMetricFamily,
-            ("vllm:prompt_tokens", stats.prompt_tokens, "Prompt tokens taken in."),
+            ("vllm:prompt_tokens", stats.prompt_tokens, "Prompt tokens processed."),
             ("vllm:generation_tokens", stats.generation_tokens, "Tokens generated."),
-            ("vllm:prefix_cache_queries", stats.prefix_queries, "Prompt tokens looked up."),
-            ("vllm:prefix_cache_hits", stats.prefix_hits, "Prompt tokens found."),
-            ("vllm:num_preemptions", stats.preemptions, "Sequences set back."),
-            ("vllm:spec_decode_num_drafts", stats.drafts, "Times that tokens were guessed ahead."),
-            ("vllm:spec_decode_num_draft_tokens", stats.guesses, "Tokens guessed ahead."),
-            ("vllm:spec_decode_num_accepted_tokens", sum(stats.right_at), "Guessed right."),
+            (
+                "vllm:prefix_cache_queries",
+                stats.prefix_queries,
+                "Prompt tokens looked up in the prefix cache.",
+            ),
+            (
+                "vllm:prefix_cache_hits",
+                stats.prefix_hits,
+                "Prompt tokens found in the prefix cache.",
+            ),
+            ("vllm:num_preemptions", stats.preemptions, "Sequences preempted."),
+            ("vllm:spec_decode_num_drafts", stats.drafts, "Times that drafts were run."),
+            ("vllm:spec_decode_num_draft_tokens", stats.guesses, "Draft tokens."),
+            ("vllm:spec_decode_num_accepted_tokens", sum(stats.right_at), "Draft tokens accepted."),
             ("cflow_read_bytes", stats.read_bytes, "Weight bytes streamed."),
             ("cflow_steps", stats.steps, "Forward steps."),
             ("cflow_step_seconds", stats.step_s, "Time spent in steps."),
-            ("cflow_worker_restarts", self._engine.restarts, "Workers started again."),
+            ("cflow_worker_restarts", self._engine.restarts, "Worker restarts."),
         )
         cancelled = {p: getattr(stats, f"cancelled_{p}") for p in ("queue", "prefill", "decode")}
         text = "Requests cancelled, by phase."
         yield self._by(CounterMetricFamily, "cflow_cancelled", text, "phase", cancelled)
         memory = stats.preemptions_memory
         set_back = {"memory": memory, "turn": stats.preemptions - memory}
-        text = "Sequences set back, for want of KV memory or as it was another's turn."
+        text = "Sequences preempted, for lack of KV memory or because it was another's turn."
         yield self._by(CounterMetricFamily, "cflow_preemptions", text, "reason", set_back)
         right = {str(i): n for i, n in enumerate(stats.right_at or [0] * MOST)}
         name, text = (
             "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Guessed right, by how far ahead.",
+            "Draft tokens accepted, by position.",
         )
         yield self._by(CounterMetricFamily, name, text, "position", right)
 
     def _plain(self, kind: Family, *samples: tuple[str, float, str]) -> Iterator[Metric]:
-        """samples: name, value, text."""
+        """One metric a sample; samples: (name, value, help)."""
         for name, value, text in samples:
             family = kind(name, text, labels=LABELS)
             family.add_metric(self._labels, value)
@@ -201,7 +209,7 @@ class EngineCollector(Collector):
     def _by(
         self, kind: Family, name: str, text: str, label: str, values: Mapping[str, float]
     ) -> Metric:
-        """values: by what the label says."""
+        """One metric with a further label; values: by value of that label."""
         family = kind(name, text, labels=(*LABELS, label))
         for key, value in values.items():
             family.add_metric((*self._labels, key), value)
@@ -213,13 +221,13 @@ class EngineCollector(Collector):
         huge = ready.huge_bytes / ready.resident_bytes if ready and ready.resident_bytes else 0.0
         yield from self._plain(
             GaugeMetricFamily,
-            ("vllm:num_requests_running", stats.n_running, "Sequences in steps."),
+            ("vllm:num_requests_running", stats.n_running, "Sequences that run."),
             ("vllm:num_requests_waiting", stats.n_waiting, "Sequences in the queue."),
             ("vllm:kv_cache_usage_perc", used, "Share of KV blocks in use, 0 to 1."),
             (
                 "cflow_generation_tokens_per_second",
                 self._tokens.rate(),
-                "Tokens generated a second, over the last ten.",
+                "Tokens generated per second, over the last ten seconds.",
             ),
             ("cflow_huge_page_ratio", huge, "Share of the weights in huge pages, 0 to 1."),
             ("cflow_threads", ready.n_threads if ready else 0, "Compute threads."),
@@ -237,21 +245,25 @@ class EngineCollector(Collector):
         return self._by(GaugeMetricFamily, "cflow_memory_bytes", text, "kind", n_bytes)
 
     def _throttling(self) -> Iterator[Metric]:
-        """The worker runs in the same control groups as this process."""
+        """Throttling by the CPU quota. The worker shares the control groups of this process."""
         found = cpu_throttling()
         yield from self._plain(
             CounterMetricFamily,
-            ("cflow_cgroup_cpu_periods", found.periods, "Periods of the CPU quota."),
-            ("cflow_cgroup_cpu_throttled_periods", found.throttled, "Those it has cut short."),
+            ("cflow_cgroup_cpu_periods", found.periods, "Elapsed periods of the CPU quota."),
+            (
+                "cflow_cgroup_cpu_throttled_periods",
+                found.throttled,
+                "Periods in which the CPU quota stopped threads.",
+            ),
             (
                 "cflow_cgroup_cpu_throttled_seconds",
                 found.seconds,
-                "Time the CPU quota has stopped threads, summed over CPUs.",
+                "Time for which the CPU quota stopped threads, summed over CPUs.",
             ),
         )
 
     def _disk(self) -> Iterator[Metric]:
-        """Zeros where all weights stay in memory."""
+        """Reads of weights from disk; all zero if every weight is in memory."""
         found, ready = self._engine.stats.disk, self._engine.ready
         tiers = {weights: found.get(weights, DiskStats()) for weights in ("experts", "layers")}
         yield from self._reads(tiers)
@@ -261,20 +273,20 @@ class EngineCollector(Collector):
         n_slots, capacity = (ready.n_layer_slots, ready.layer_bytes) if ready else (0, 0)
         yield from self._cache("layer", layers, n_slots, capacity)
         yield from self._experts(experts)
-        reads = ("cflow_layer_reads", layers.misses, "Layers wanted and not in memory.")
+        reads = ("cflow_layer_reads", layers.misses, "Layers demanded that were not in memory.")
         yield from self._plain(CounterMetricFamily, reads)
 
     def _reads(self, tiers: Mapping[str, DiskStats]) -> Iterator[Metric]:
-        """By kind of weights."""
+        """Reads from disk, by kind of weights."""
         for kind, name, field, text in (
             (
                 CounterMetricFamily,
                 "read_bytes",
                 "disk_bytes",
-                "Bytes read, but for the warm start.",
+                "Bytes read, without those of the warm start.",
             ),
             (GaugeMetricFamily, "inflight", "n_loading", "Reads in flight."),
-            (GaugeMetricFamily, "overdue", "n_overdue", "Reads that exceed the time-out."),
+            (GaugeMetricFamily, "overdue", "n_overdue", "Reads in flight that exceed the timeout."),
         ):
             values = {weights: getattr(tier, field) for weights, tier in tiers.items()}
             yield self._by(kind, f"cflow_disk_{name}", text, "weights", values)
@@ -287,14 +299,14 @@ class EngineCollector(Collector):
         yield family
 
     def _cache(self, what: str, tier: DiskStats, n_slots: int, capacity: int) -> Iterator[Metric]:
-        """What is told alike of experts and of layers."""
+        """Cache, stalls and faults of one kind of weights: `what` is "expert" or "layer"."""
         used = tier.n_resident * (capacity // n_slots) if n_slots else 0
         yield from self._plain(
             GaugeMetricFamily,
-            (f"cflow_{what}_cache_bytes", used, f"Memory that holds {what}s."),
+            (f"cflow_{what}_cache_bytes", used, f"Memory in use for {what}s."),
             (f"cflow_{what}_cache_capacity_bytes", capacity, f"Memory for {what}s."),
         )
-        stall_s, text = tier.stall_ns / 1e9, f"Time steps slept for {what}s."
+        stall_s, text = tier.stall_ns / 1e9, f"Time that steps waited for {what}s."
         yield from self._plain(CounterMetricFamily, (f"cflow_{what}_stall_seconds", stall_s, text))
         faults = {kind: getattr(tier, f"failed_{kind}") for kind in FAULT_KINDS}
         text = f"Reads of {what}s that failed, by kind."
@@ -303,30 +315,51 @@ class EngineCollector(Collector):
     def _experts(self, experts: DiskStats) -> Iterator[Metric]:
         yield from self._plain(
             CounterMetricFamily,
-            ("cflow_expert_cache_hits", experts.hits, "Experts wanted and in memory."),
-            ("cflow_expert_cache_misses", experts.misses, "Experts wanted and not in memory."),
-            ("cflow_expert_evictions", experts.evictions, "Experts that made room."),
+            ("cflow_expert_cache_hits", experts.hits, "Demanded experts that were in memory."),
+            (
+                "cflow_expert_cache_misses",
+                experts.misses,
+                "Demanded experts that were not in memory.",
+            ),
+            ("cflow_expert_evictions", experts.evictions, "Experts evicted."),
             ("cflow_expert_prefetch_issued", experts.speculated, "Experts read ahead."),
-            ("cflow_expert_prefetch_useful", experts.useful, "Experts read ahead in time."),
-            ("cflow_expert_prefetch_late", experts.late, "Experts read ahead too late."),
-            ("cflow_expert_prefetch_wasted", experts.wasted, "Experts read ahead in vain."),
-            ("cflow_expert_extra_reads", experts.extra_reads, "Experts read twice for one use."),
-            ("cflow_expert_warm_bytes", experts.warm_bytes, "Bytes of experts read to start warm."),
+            ("cflow_expert_prefetch_useful", experts.useful, "Experts read ahead and used."),
+            (
+                "cflow_expert_prefetch_late",
+                experts.late,
+                "Experts read ahead that were demanded before they arrived.",
+            ),
+            (
+                "cflow_expert_prefetch_wasted",
+                experts.wasted,
+                "Experts read ahead and evicted unused.",
+            ),
+            (
+                "cflow_expert_extra_reads",
+                experts.extra_reads,
+                "Further reads of an expert for the same use.",
+            ),
+            (
+                "cflow_expert_warm_bytes",
+                experts.warm_bytes,
+                "Bytes of experts read for the warm start.",
+            ),
         )
         wanted = experts.hits + experts.misses
         hits = {"2x": experts.ghost_hits_2x, "4x": experts.ghost_hits_4x}
         yield self._by(
             GaugeMetricFamily,
             "cflow_expert_ghost_hit_ratio",
-            "Share of experts wanted, since the start, that a larger cache would have held, 0 to 1.",
+            "Share of all demanded experts that a cache of a multiple of the budget would have held, 0 to 1.",
             "budget",
             {budget: n / wanted if wanted else 0.0 for budget, n in hits.items()},
         )
 
 
 def _buckets(latencies: tuple[int, ...]) -> list[tuple[str, float]]:
-    """Cumulative counts by upper bound in seconds. latencies: reads under 64 us, 128 us, ..., the
-    last also all longer ones."""
+    """Cumulative counts by upper bound in seconds.
+
+    latencies[i]: reads of less than 64 us * 2**i; the last entry also counts all longer reads."""
     counts = list(accumulate(latencies or (0,)))
     bounds = [repr(64e-6 * 2**i) for i in range(len(counts) - 1)]
     return list(zip([*bounds, "+Inf"], counts, strict=True))

@@ -1,4 +1,4 @@
-"""The choices of /v1/completions as they are written: echo, text, log-probabilities, token ids."""
+"""Writing the choices of /v1/completions: echo, text, log-probabilities, token ids."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from cflow.server.api.schemas import CompletionRequest
 
 @dataclass(slots=True)
 class Echo:
-    """A prompt as its answers repeat it."""
+    """A prompt as its choices repeat it."""
 
     text: str
     arrays: Legacy | None
-    n_left: int  # choices that have not begun
+    n_left: int  # choices that have not started
 
 
 class Choice:
-    """One choice being written: its echo, then its text and log-probabilities, piece by piece."""
+    """One choice: its echo, then its text and log-probabilities, piece by piece."""
 
     def __init__(self, tokenizer: Tokenizer, echo: Echo | None, *, with_logprobs: bool) -> None:
         offset = len(echo.text) if echo else 0
@@ -51,7 +51,7 @@ class Choice:
 
 
 class Choices:
-    """The choices of a request. Choice j of prompt i has index i * n_choices + j."""
+    """The choices of a request. Choice j of prompt i has the index i * n_choices + j."""
 
     def __init__(
         self, tokenizer: Tokenizer, ask: CompletionRequest, prompts: list[Prompt], n_choices: int
@@ -60,8 +60,8 @@ class Choices:
         self._ask = ask
         self._prompts = prompts
         self._n = n_choices
-        self._choices: dict[int, Choice] = {}  # those that have begun
-        self._echoes: dict[int, Echo] = {}  # of prompts of which some have not
+        self._choices: dict[int, Choice] = {}  # that have started, by index
+        self._echoes: dict[int, Echo] = {}  # of prompts with choices that have not started
         self._scores: dict[int, list[Any]] = {}  # prompt_logprobs by prompt
 
     def first_of(self, index: int) -> int:
@@ -69,8 +69,10 @@ class Choices:
         return index * self._n
 
     def add(self, index: int, delta: Delta) -> tuple[int, str, Legacy | None]:
-        """(choice index, text, arrays) of a delta of prompt `index`; the first delta of a choice
-        also brings the prompt if it is echoed, the first of a prompt its log-probabilities."""
+        """(choice index, text, arrays) for a delta of prompt `index`.
+
+        The first delta of a choice starts with the echo, if there is one; the first delta of a
+        prompt brings the prompt's log-probabilities."""
         at = self.first_of(index) + delta.choice
         n_top = self._ask.prompt_logprobs
         if n_top is not None and delta.prompt_logprobs is not None:
@@ -84,8 +86,8 @@ class Choices:
         return at, text, arrays
 
     def ids(self, index: int, delta: Delta) -> dict[str, Any]:
-        """The token ids in a delta of prompt `index` as its chunk names them, the prompt's with the
-        first of a choice. To be called after add()."""
+        """Token ids of a delta of prompt `index`, with those of the prompt in the first delta of a
+        choice. Call after add()."""
         choice = self._choices[self.first_of(index) + delta.choice]
         ids: dict[str, Any] = {"token_ids": delta.tokens}
         if not choice.has_told_prompt:
@@ -94,7 +96,7 @@ class Choices:
         return ids
 
     def details(self, index: int, tokens: list[int]) -> dict[str, Any]:
-        """What was asked for besides, of a whole answer to prompt `index`."""
+        """Optional fields of a whole choice of prompt `index`: token ids, prompt log-probabilities."""
         more: dict[str, Any] = {}
         if self._ask.return_token_ids:
             more |= {"prompt_token_ids": self._prompts[index].ids, "token_ids": tokens}
@@ -103,14 +105,14 @@ class Choices:
         return more
 
     def _echo(self, index: int, logprobs: tuple[Logprob | None, ...] | None) -> Echo:
-        """The prompt's echo, made for the first choice and dropped with the last that begins."""
+        """The echo of prompt `index`, made for its first choice and dropped after its last."""
         echo = self._echoes.get(index)
         if echo is None:
             prompt = self._prompts[index]
             texts = prompt_texts(self._tokenizer, prompt.ids, prompt.n_added)
             arrays = None
             if self._ask.logprobs is not None:
-                scores = logprobs or [None] * len(texts)  # time was over before it was scored
+                scores = logprobs or [None] * len(texts)  # timed out before it was scored
                 cut = [cut_top(entry, self._ask.logprobs) for entry in scores]
                 arrays = LegacyLogprobs(self._tokenizer, 0).prompt(prompt.ids, texts, cut)
             echo = self._echoes[index] = Echo("".join(texts), arrays, self._n)

@@ -1,4 +1,4 @@
-"""What a request wants its answers to look like: response_format and its kin, as one grammar."""
+"""response_format and its relatives, as one grammar that the answers must follow."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ ANY_OBJECT = {"type": "object"}
 
 
 def _from_schema(schema: Any) -> str:
-    """schema: an object, a boolean, or the JSON text of one, as vLLM takes it."""
+    """A grammar from a schema: an object, a boolean, or its JSON text (which vLLM accepts too)."""
     if isinstance(schema, str):
         try:
             schema = msgspec.json.decode(schema, type=dict[str, Any] | bool)
         except (msgspec.MsgspecError, RecursionError) as error:
-            raise GrammarError(f"it is not the JSON text of a schema: {error}") from None
+            raise GrammarError(f"not the JSON text of a schema: {error}") from None
     return grammar.from_json_schema(schema)
 
 
-Wish = tuple[str, Callable[[Any], str], Any]  # the parameter, how it becomes a grammar, its value
+Wish = tuple[str, Callable[[Any], str], Any]  # parameter, function that makes the grammar, value
 
 
 def _wishes(ask: Sampling) -> list[Wish]:
@@ -61,7 +61,8 @@ def _wishes(ask: Sampling) -> list[Wish]:
 
 
 async def grammar_of(ask: Sampling, checker: GrammarChecker) -> str | None:
-    """What the answers must follow; None: nothing. Checked: a 400 names the parameter."""
+    """The checked grammar of a request, None if it has none. Raises RequestError that names the
+    parameter."""
     wishes = _wishes(ask)
     if not wishes:
         return None

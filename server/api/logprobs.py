@@ -19,12 +19,12 @@ def _finite(logprob: float) -> float:
 
 
 def cut_top(entry: Logprob | None, n_top: int) -> Logprob | None:
-    """With the n_top best only."""
+    """The entry with its n_top best alternatives only."""
     return None if entry is None else replace(entry, top=entry.top[:n_top])
 
 
 def token_name(tokenizer: Tokenizer, token: int) -> str:
-    """A token on its own. One that is not whole characters is spelled bytes:\\xNN..."""
+    """The text of a single token; `bytes:\\xNN...` if its bytes are not whole characters."""
     raw = tokenizer.token_bytes(token)
     try:
         return raw.decode()
@@ -33,7 +33,7 @@ def token_name(tokenizer: Tokenizer, token: int) -> str:
 
 
 class Legacy(TypedDict):
-    """The arrays of /v1/completions, one entry a token."""
+    """The arrays of /v1/completions, with one entry a token."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -42,11 +42,10 @@ class Legacy(TypedDict):
 
 
 class TokenTexts:
-    """What each token adds to a text, in characters: joined, the texts are the text.
+    """The characters that each token adds to a text; joined, they are the text.
 
-    A token that ends inside a character adds nothing; the one that completes it adds it. Nor does a
-    special token that is not shown.
-    """
+    A token that ends inside a character adds nothing; the token that completes the character adds
+    it. A hidden special token adds nothing."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -59,7 +58,7 @@ class TokenTexts:
 
 
 def prompt_texts(tokenizer: Tokenizer, ids: Sequence[int], n_added: int) -> list[str]:
-    """Texts of a prompt's tokens; special ones are shown, but for the n_added in front."""
+    """Texts of a prompt's tokens. Special tokens are shown, except the first n_added."""
     texts = TokenTexts(tokenizer)
     return [
         texts.add(token, is_last=i == len(ids) - 1, show_special=i >= n_added)
@@ -68,16 +67,17 @@ def prompt_texts(tokenizer: Tokenizer, ids: Sequence[int], n_added: int) -> list
 
 
 class LegacyLogprobs:
-    """Builds the arrays of one choice piece by piece. text_offset counts in the returned text."""
+    """Builds the arrays of one choice piece by piece. text_offset counts characters of the returned
+    text."""
 
     def __init__(self, tokenizer: Tokenizer, offset: int) -> None:
-        """offset: characters in front of what is added, those of the echo."""
+        """offset: characters of the echo in front."""
         self._tokenizer = tokenizer
         self._texts = TokenTexts(tokenizer)
         self._offset = offset
 
     def _add(self, out: Legacy, token: int, text: str, logprob: Logprob | None) -> None:
-        """text: what the token adds. A special one that adds nothing is listed under its name."""
+        """Append one token. text: what it adds; a special token that adds nothing is listed by name."""
         name = text
         if not text and self._tokenizer.is_special(token):
             name = token_name(self._tokenizer, token)
@@ -92,7 +92,7 @@ class LegacyLogprobs:
         out["top_logprobs"].append(self._top(name, logprob))
 
     def _top(self, name: str, logprob: Logprob) -> dict[str, float]:
-        """The best, and the token itself as it is listed, whatever else is spelled so."""
+        """The best tokens by text, and the token itself, which wins if another is spelled like it."""
         top: dict[str, float] = {}
         for token, value in logprob.top:
             spelled = name if token == logprob.token else token_name(self._tokenizer, token)
@@ -130,7 +130,7 @@ def join(parts: Iterable[Legacy]) -> Legacy:
 def prompt_entries(
     tokenizer: Tokenizer, logprobs: Iterable[Logprob | None], n_top: int
 ) -> list[dict[int, dict[str, Any]] | None]:
-    """vLLM's prompt_logprobs: of each token, but not the first, its own entry and the n_top best."""
+    """vLLM's prompt_logprobs: for each token but the first, its own entry and the n_top best."""
 
     def entry(token: int, logprob: float, rank: int) -> dict[str, Any]:
         text = tokenizer.token_bytes(token).decode(errors="replace")
@@ -153,7 +153,7 @@ def _chat_token(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, A
 
 
 def chat_logprobs(tokenizer: Tokenizer, logprobs: Iterable[Logprob]) -> list[dict[str, Any]]:
-    """The content list of /v1/chat/completions."""
+    """The `content` list of logprobs in /v1/chat/completions."""
     return [
         _chat_token(tokenizer, entry.token, entry.logprob)
         | {"top_logprobs": [_chat_token(tokenizer, *pair) for pair in entry.top]}

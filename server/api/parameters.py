@@ -1,4 +1,4 @@
-"""From a request's knobs to SamplingParams: request, else the model's defaults, else OpenAI's."""
+"""Sampling parameters: from the request, else the model's defaults, else OpenAI's."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _read_bias(bias: dict[str, float], n_tokens: int) -> dict[int, float]:
     out = {}
     for key, value in bias.items():
         is_number = key.isascii() and key.isdecimal() and len(key) <= 10
-        if not is_number or int(key) >= n_tokens or key != str(int(key)):  # one key a token
+        if not is_number or int(key) >= n_tokens or key != str(int(key)):  # one spelling a token
             message = f"logit_bias: key {shorten(key)} is not a token id in 0..{n_tokens - 1}."
             raise RequestError(message, code="invalid_logit_bias", param="logit_bias")
         out[int(key)] = value
@@ -55,7 +55,9 @@ def _count_experts(ask: Sampling, card: ModelCard) -> int:
     if ask.moe_top_k > card.top_k:
         message = f"moe_top_k: {ask.moe_top_k} is more than the {card.top_k} experts of this model."
         raise RequestError(message, param="moe_top_k")
-    return ask.moe_top_k % card.top_k  # 0 is the model's own number, which shares its prefix cache
+    return (
+        ask.moe_top_k % card.top_k
+    )  # the model's own number becomes 0, so that both share prefixes
 
 
 def sampling_params(
@@ -69,9 +71,11 @@ def sampling_params(
     grammar: str | None = None,
     shown_ids: tuple[int, ...] = (),
 ) -> SamplingParams:
-    """max_tokens: what the context allows, already checked. ends: tokens that end an answer besides
-    those of the model. grammar: checked. shown_ids: special tokens that are text.
-    A missing seed is random."""
+    """SamplingParams of a request.
+
+    max_tokens: already limited to the context. ends: tokens that end an answer in addition to the
+    model's. grammar: already checked. shown_ids: special tokens that appear in the text. A missing
+    seed is drawn at random."""
     if ask.min_tokens > max_tokens:
         message = f"min_tokens: {ask.min_tokens} is more than max_tokens, {max_tokens}."
         raise RequestError(message, param="min_tokens")
@@ -104,7 +108,7 @@ def sampling_params(
 
 
 def check_stream(ask: Sampling) -> None:
-    """What a stream needs, and what it cannot have."""
+    """Reject stream options without a stream."""
     if ask.stream_options is not None and not ask.stream:
         message = "stream_options is only allowed when stream is true."
         raise RequestError(message, param="stream_options")
@@ -115,7 +119,7 @@ def check_stream(ask: Sampling) -> None:
 
 
 def refuse_given(param: str, value: Any, harmless: tuple[Any, ...]) -> None:
-    """For features not built yet: an explicit value that would change the answer is an error."""
+    """Reject fields that are not supported, if their value would change the answer."""
     if value is not None and value not in harmless:
         message = f"{param} is not supported yet by this server."
         raise RequestError(message, code="unsupported_parameter", param=param)

@@ -1,4 +1,4 @@
-"""What a request asks to be continued, as token ids, and whether it fits the context."""
+"""Prompts as token ids, and whether they fit the context."""
 
 from __future__ import annotations
 
@@ -16,10 +16,14 @@ from cflow.server.errors import RequestError, shorten
 
 MAX_PROMPTS = 256
 MAX_ANSWERS = 1024  # prompts x choices
-INLINE_CHARS = 2000  # tokenised at once; a longer text goes to a thread
-LONG_CHARS = 100_000  # takes long enough to keep a thread from others
+INLINE_CHARS = 2000  # encoded in the event loop; longer texts go to a thread
+LONG_CHARS = (
+    100_000  # texts of more characters wait for each other, so that shorter ones find a thread
+)
 LONG_TEXTS = ThreadPoolExecutor(2, "long-text")
-RENDERING = ThreadPoolExecutor(1, "render")  # a template renders one conversation at a time
+RENDERING = ThreadPoolExecutor(
+    1, "render"
+)  # a template's process renders one conversation at a time
 
 T = TypeVar("T")
 
@@ -27,12 +31,12 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class Prompt:
     ids: tuple[int, ...]
-    n_added: int = 0  # leading ids the tokenizer added (BOS); not part of what echo returns
-    text: str = ""  # of a conversation
+    n_added: int = 0  # leading ids that the tokenizer added (BOS); an echo leaves them out
+    text: str = ""  # a rendered conversation
 
 
 def context_of(engine: Engine) -> int:
-    """Positions a sequence can have here: the worker's word once it is ready."""
+    """Positions that a sequence can have: the worker may have lowered the model's context."""
     return engine.ready.max_context if engine.ready else engine.card.context
 
 
@@ -51,7 +55,7 @@ def _encode(tokenizer: Tokenizer, text: str) -> Prompt:
 
 
 async def _apart(text: str, encode: Callable[[str], T]) -> T:
-    """encode(text) in a thread. Long texts wait for each other; nothing else waits for them."""
+    """encode(text), in a thread if it is long. Very long texts wait for each other only."""
     pool = LONG_TEXTS if len(text) > LONG_CHARS else None
     return await asyncio.get_running_loop().run_in_executor(pool, encode, text)
 
@@ -63,18 +67,18 @@ async def encode_text(tokenizer: Tokenizer, text: str) -> Prompt:
 
 
 async def encode_plain(tokenizer: Tokenizer, text: str, *, add_bos: bool) -> tuple[int, ...]:
-    """The ids of a text, none if it is empty."""
+    """The ids of a text; () for an empty one."""
     return tuple(await _apart(text, partial(tokenizer.encode, add_bos=add_bos)))
 
 
 @lru_cache(maxsize=1)
 def _longest_token(tokenizer: Tokenizer) -> int:
-    """Bytes."""
+    """Bytes of the longest token."""
     return max(len(tokenizer.token_bytes(token)) for token in range(tokenizer.n_tokens))
 
 
 def _check_size(tokenizer: Tokenizer, text: str, context: int, param: str) -> None:
-    """Refuses what could not fit the context if it were all of the longest token."""
+    """Reject a text that exceeds the context even if every token were the longest one."""
     n_bytes = len(text.encode(errors="replace"))
     if n_bytes > context * _longest_token(tokenizer):
         message = (
@@ -100,7 +104,7 @@ def _check_ids(ids: list[int], tokenizer: Tokenizer) -> Prompt:
 
 
 def _split(prompt: Any) -> list[str | list[int]]:
-    """One entry a prompt: a string, a list of strings, token ids, or a list of lists of them."""
+    """The prompts of a request: a string, strings, token ids, or lists of token ids."""
     if isinstance(prompt, str):
         return [prompt]
     if isinstance(prompt, list) and prompt:
@@ -132,7 +136,7 @@ def _check_count(n_prompts: int, n_choices: int) -> None:
 async def encode_prompts(
     tokenizer: Tokenizer, prompt: Any, *, n_choices: int, context: int
 ) -> list[Prompt]:
-    """n_choices: how many answers each of them is to have."""
+    """The prompts of a request. n_choices: choices a prompt. Raises RequestError."""
     parts = _split(prompt)
     _check_count(len(parts), n_choices)
     for part in parts:
@@ -152,7 +156,7 @@ def _infill_of(tokenizer: Tokenizer) -> Infill | None:
 async def encode_infill(
     tokenizer: Tokenizer, prompt: Any, suffix: str, *, n_choices: int, context: int
 ) -> tuple[list[Prompt], tuple[int, ...]]:
-    """Prompts for what stands between each text and the suffix, and the tokens that end it."""
+    """Prompts for the text between each prompt and the suffix, and the tokens that end it."""
     infill = _infill_of(tokenizer)
     if infill is None:
         message = "suffix: this model has no tokens for filling in the middle."
@@ -183,9 +187,10 @@ async def render_chat(
     continue_final_message: bool = False,
     context: int | None = None,
 ) -> Prompt:
-    """The conversation through the model's chat template. options: chat_template_kwargs.
-    continue_final_message: up to the end of the last message's content, and no further. context:
-    what it must fit, so that one that is far too long need not be encoded."""
+    """The prompt of a conversation, rendered by the model's chat template.
+
+    options: chat_template_kwargs. continue_final_message: end the prompt with the content of the
+    last message. context: reject a conversation that is far too long before encoding it."""
     template = card.template
     if template is None:
         message = "This model has no chat template; use /v1/completions."
@@ -210,7 +215,7 @@ async def render_chat(
     return Prompt(tuple(await _apart(text, card.tokenizer.encode)), text=text)
 
 
-_MARK = "\ufdd0end of content\ufdd1"  # characters that are none: no conversation holds them
+_MARK = "\ufdd0end of content\ufdd1"  # noncharacters, which no conversation contains
 
 
 def _with_mark(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -220,14 +225,18 @@ def _with_mark(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _up_to_mark(text: str) -> str:
     if (at := text.rfind(_MARK)) < 0:
-        message = "The chat template does not show the last message as it is; it cannot go on."
+        message = (
+            "The chat template changes the content of the last message, so it cannot be continued."
+        )
         raise RequestError(message, param="continue_final_message")
     return text[:at]
 
 
 def fit(n_prompt: int, asked: int | None, context: int, *, param: str, cap: bool) -> int:
-    """How many tokens may be generated. asked: the request's max_tokens; cap: an answer that would
-    outgrow the context is shortened instead of refused. Raises context_length_exceeded."""
+    """How many tokens may be generated.
+
+    asked: the request's max_tokens, or None. cap: shorten an answer that would exceed the context
+    instead of rejecting it. Raises RequestError "context_length_exceeded"."""
     room = context - n_prompt
     needed = 1 if asked is None else min(asked, 1) if cap else asked
     if needed <= room:

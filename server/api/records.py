@@ -1,4 +1,4 @@
-"""When what of an answer came: for the histograms of /metrics, and for the client."""
+"""Times and counts of answers, for the histograms of /metrics and for `timings`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ OnEnd = Callable[["AnswerRecord"], None]
 
 
 class AnswerRecord:
-    """Times and counts of one prompt's answer. Times are of time.perf_counter(), 0 if not yet. on_end
-    is called once it is over."""
+    """Times and counts of the answer to one prompt.
+
+    Times are of time.perf_counter(), 0 until they are known. on_end is called when the answer
+    ends."""
 
     def __init__(
         self,
@@ -27,14 +29,14 @@ class AnswerRecord:
         self._on_end = on_end
         self._last = [0.0] * n_choices
         self.arrived = time.perf_counter()
-        self.reasons: list[str] = []  # why choices are over
+        self.reasons: list[str] = []  # of choices that ended
         self.n_prompt = n_prompt
         self.n_cached = 0
-        self.n_done = 0  # prompt tokens, the cached ones too
-        self.n_tokens = [0] * n_choices  # generated, by choice
-        self.started = 0.0  # with the prompt
-        self.first = 0.0  # the prompt is done, and with it the first token
-        self.last = 0.0  # the newest token
+        self.n_done = 0  # prompt tokens computed or cached
+        self.n_tokens = [0] * n_choices  # generated tokens, by choice
+        self.started = 0.0  # prefill
+        self.first = 0.0  # end of prefill, which is the first token
+        self.last = 0.0  # the latest token
         self.ended = 0.0
         metrics.received.inc(n_choices)
         metrics.prompt_tokens.observe(n_prompt)
@@ -42,7 +44,7 @@ class AnswerRecord:
         metrics.max_tokens.observe(max_tokens)
 
     def advance(self, progress: Progress) -> None:
-        """The engine has begun with the prompt, or is further on."""
+        """Note progress with the prompt."""
         if not self.started:
             self.started = time.perf_counter()
             self.n_cached = progress.n_done
@@ -68,7 +70,7 @@ class AnswerRecord:
             self._close(delta.finish.reason, 1)
 
     def end(self, reason: str) -> None:
-        """reason: what became of the choices that have not finished."""
+        """Note the end. reason: of the choices that have not finished."""
         metrics, now = self._metrics, time.perf_counter()
         self._close(reason, len(self.n_tokens) - len(self.reasons))
         metrics.whole_s.observe(now - self.arrived)
@@ -98,7 +100,7 @@ class AnswerRecord:
 
 
 def progress_of(record: AnswerRecord) -> dict[str, float]:
-    """How far the prompt is, in llama-server's words."""
+    """Progress with the prompt, under llama-server's names."""
     return {
         "total": record.n_prompt,
         "cache": record.n_cached,
@@ -108,8 +110,9 @@ def progress_of(record: AnswerRecord) -> dict[str, float]:
 
 
 def timings_of(records: Sequence[AnswerRecord]) -> dict[str, float | None]:
-    """Counts and times under llama-server's names, summed over the prompts. The first token comes
-    with the prompt: predicted_ms is the time of those after it, and so are the speeds."""
+    """Counts and times under llama-server's names, summed over the prompts.
+
+    The first token comes with the prompt, so predicted_ms and the speeds count those after it."""
     begun = [record for record in records if record.first]
     n_cached = sum(record.n_cached for record in begun)
     n_prompt = sum(record.n_prompt for record in begun) - n_cached

@@ -1,4 +1,4 @@
-"""The choices of a chat answer, taken apart into reasoning, content and tool calls."""
+"""Choices of a chat answer, split into reasoning, content and tool calls."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Call:
 
 
 def new_call_id(length: int) -> str:
-    """Some templates take ids of nine letters only; others get what OpenAI's look like."""
+    """A new call id. Some templates accept nine characters only; other ids look like OpenAI's."""
     letters = "".join(secrets.choice(_LETTERS) for _ in range(length))
     return letters if length < 16 else f"call_{letters}"
 
 
 @dataclass(slots=True)
 class Reply:
-    """One choice. reader: None where all text is content."""
+    """One choice. reader: None if all text is content."""
 
     reader: ReplyReader | None = None
     id_length: int = 24
@@ -41,12 +41,12 @@ class Reply:
     calls: dict[int, Call] = field(default_factory=dict)
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Logprob] = field(default_factory=list)
-    prompt_logprobs: tuple[Logprob | None, ...] = ()  # the first choice has them
+    prompt_logprobs: tuple[Logprob | None, ...] = ()  # in the first choice only
     n_reasoning: int = 0
     finish: Finish | None = None
 
     def add(self, delta: Delta) -> list[dict[str, Any]]:
-        """What a stream says of it: deltas in OpenAI's shape."""
+        """Add a delta; return the deltas of a stream, in OpenAI's shape."""
         self.tokens += delta.tokens
         self.logprobs += delta.logprobs
         self.prompt_logprobs = delta.prompt_logprobs or self.prompt_logprobs
@@ -83,7 +83,7 @@ class Reply:
         return {"tool_calls": [{"index": part.call, "function": {"arguments": part.text}}]}
 
     def _mend(self, part: Part) -> None:
-        """A call that is none is content after all, unless it was only cut off."""
+        """Turn an invalid call back into content, unless it is invalid only because it was cut off."""
         if self.finish is None or self.finish.reason != "length":
             del self.calls[part.call]
             self.content.append(part.text)

@@ -1,4 +1,4 @@
-"""/v1/responses in terms of a chat: its requests become one, its answers are made from one."""
+"""/v1/responses in terms of a chat: requests become chat requests, replies become items."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cflow.server.api.schemas import ChatRequest, ResponsesRequest, Sampling, pa
 from cflow.server.api.wire import encode
 from cflow.server.errors import RequestError, shorten
 
-# Where a chat's fault lies in a request of this kind.
+# Parameters of a chat request, and their names here.
 NAMES = {
     "max_completion_tokens": "max_output_tokens",
     "response_format.json_schema": "text.format",
@@ -23,7 +23,7 @@ NAMES = {
 
 
 def to_chat(ask: ResponsesRequest, turns: list[dict[str, Any]]) -> ChatRequest:
-    """turns: of its input."""
+    """The chat request. turns: the messages, from read_input."""
     body: dict[str, Any] = ask.model_dump(
         include=set(Sampling.model_fields) - {"response_format"}, exclude_unset=True, by_alias=True
     )
@@ -40,7 +40,7 @@ def to_chat(ask: ResponsesRequest, turns: list[dict[str, Any]]) -> ChatRequest:
 
 
 def renamed(error: RequestError, origins: list[str]) -> RequestError:
-    """A chat's refusal, its parameter called as it is here. origins: where each turn comes from."""
+    """A chat's error with its parameter renamed. origins: the parameter each turn comes from."""
     param = error.param or ""
     turn = re.match(r"messages\[(\d+)\]", param)
     if turn:
@@ -64,7 +64,7 @@ def renamed(error: RequestError, origins: list[str]) -> RequestError:
 
 
 def read_input(ask: ResponsesRequest) -> tuple[list[dict[str, Any]], list[str]]:
-    """The turns, and the parameter that each comes from."""
+    """The turns of a request, and the parameter that each comes from."""
     turns: list[dict[str, Any]] = []
     origins: list[str] = []
     if ask.instructions is not None:
@@ -85,8 +85,10 @@ def read_input(ask: ResponsesRequest) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def _read_item(i: int, item: Any) -> dict[str, Any]:
-    """_open: a turn that the next item may be part of, as reasoning, text and calls of one answer
-    are several items."""
+    """The turn of one item.
+
+    `_open` marks a turn that later items may extend: reasoning, text and calls of one answer are
+    separate items."""
     kind = item.get("type", "message") if isinstance(item, dict) else None
     if kind == "message":
         role = item.get("role")
@@ -116,7 +118,7 @@ def _join(turn: dict[str, Any], more: dict[str, Any]) -> None:
 
 
 def _read_content(where: str, content: Any) -> Any:
-    """Text, or parts of text. What is neither stays, for a chat to refuse."""
+    """The text of a string or of parts. Anything else is returned as it is; the chat rejects it."""
     if not isinstance(content, list):
         return content
     texts = []
@@ -185,7 +187,7 @@ def _call(call: dict[str, Any], status: str = "completed") -> dict[str, Any]:
 
 
 def items_of(reply: Reply) -> list[dict[str, Any]]:
-    """The output of an answer that is complete."""
+    """The output items of a complete answer."""
     message = reply.message()
     status = "incomplete" if reply.reason == "length" else "completed"
     items = []
@@ -199,7 +201,7 @@ def items_of(reply: Reply) -> list[dict[str, Any]]:
 
 
 class Response:
-    """The object that a whole answer is, and that events of a stream carry."""
+    """The response object: a whole answer, and part of events."""
 
     def __init__(self, ask: ResponsesRequest, model: str, temperature: float, top_p: float) -> None:
         self._fields = {
@@ -232,7 +234,7 @@ class Response:
         return self._as_json(status, items, usage=_usage(generation))
 
     def failed(self, items: list[dict[str, Any]], cause: RequestError) -> dict[str, Any]:
-        """OpenAI's codes for it are few; ours begins the message."""
+        """A failed response. OpenAI defines few codes, so the message starts with ours."""
         code = "invalid_prompt" if cause.status < 500 else "server_error"
         error = {"code": code, "message": f"{cause.code}: {cause}"}
         return self._as_json("failed", items, error=error)
@@ -257,12 +259,12 @@ def _usage(generation: Generation) -> dict[str, Any]:
 
 
 class EventWriter:
-    """The events of a stream. Runs of text, of reasoning and calls are one item each."""
+    """The events of a stream. Each run of text, run of reasoning and call is an item."""
 
     def __init__(self) -> None:
         self.items: list[dict[str, Any]] = []
         self._n = 0
-        self._is_open = False  # the last item goes on
+        self._is_open = False  # whether the last item may still grow
 
     def event(self, kind: str, **fields: Any) -> bytes:
         data = {"type": kind, "sequence_number": self._n} | fields
@@ -270,7 +272,7 @@ class EventWriter:
         return b"event: %s\ndata: %s\n\n" % (kind.encode(), encode(data))
 
     def add(self, delta: dict[str, Any]) -> Iterator[bytes]:
-        """delta: a chat's."""
+        """Events for one delta of a chat."""
         for call in delta.get("tool_calls", ()):
             if "id" in call:
                 yield from self._begin(_call(call, "in_progress"))
@@ -303,7 +305,7 @@ class EventWriter:
         yield self._on_part("response.content_part.added", part=part)
 
     def close(self, status: str = "completed") -> Iterator[bytes]:
-        """Ends the item that goes on."""
+        """Events that end the open item, if there is one."""
         if not self._is_open:
             return
         item = self.items[-1]

@@ -1,4 +1,4 @@
-"""The request bodies. Optional fields may be null; unknown ones are ignored and reported."""
+"""Request bodies. Optional fields may be null; unknown fields are ignored and reported."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ MAX_LOGPROBS = 20
 MAX_CHOICES = 128
 MAX_SEED = 2**64 - 1
 MAX_INT = 2**31 - 1
-MAX_MESSAGES = 4096  # with their tool calls
+MAX_MESSAGES = 4096  # messages and tool calls together
 MAX_BIASES = 4096
 MAX_TOOLS = 128
-OUR_FAULT = "cflow"  # type of the faults whose text is ours
-MAX_TEXT = 1 << 20  # characters that /tokenize takes, tokens that /detokenize takes
+OUR_FAULT = "cflow"  # type of errors whose message is ours
+MAX_TEXT = 1 << 20  # characters for /tokenize, tokens for /detokenize
 
 
 def _as_list(value: object) -> object:
@@ -29,7 +29,7 @@ def _as_list(value: object) -> object:
 
 
 def _fault(text: str) -> PydanticCustomError:
-    """Of a BeforeValidator; the whole message."""
+    """The error of a BeforeValidator; `text` is the whole message."""
     return PydanticCustomError(OUR_FAULT, "{text}", {"text": text})
 
 
@@ -39,7 +39,7 @@ def _few_biases(value: object) -> object:
     return value
 
 
-# Lists end at the first fault, and all have a bound: describing a million faults takes seconds.
+# Lists are bounded and stop at the first error: describing a million errors takes seconds.
 Stops = Annotated[
     list[Annotated[str, Field(min_length=1, max_length=1000)]],
     Field(max_length=MAX_STOPS, fail_fast=True),
@@ -90,7 +90,7 @@ Choices = Annotated[list[str], Field(min_length=1, max_length=MAX_BIASES, fail_f
 
 
 class StructuredOutputs(Body):
-    """vLLM's: exactly one of them."""
+    """vLLM's structured_outputs: exactly one field must be set."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -102,7 +102,7 @@ class StructuredOutputs(Body):
 
 
 class Sampling(Body):
-    """What both ways of generating share."""
+    """Fields that completions and chats share."""
 
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=0, le=2**63)] | None = None
@@ -148,7 +148,7 @@ class Sampling(Body):
     )
     timings_per_token: bool = Field(default=False, description="in a stream: timings in each chunk")
 
-    # Accepted because clients send them; they change nothing here.
+    # Clients send these; they have no effect here.
     user: Any = None
     store: Any = None
     metadata: Any = None
@@ -177,7 +177,7 @@ class ToolCall(Body):
 
 
 def _join_parts(value: object) -> object:
-    """Text parts joined without a separator; every other kind of part is refused by its name."""
+    """Join text parts without a separator; reject any other kind of part by name."""
     if not isinstance(value, list):
         return value
     texts = []
@@ -203,7 +203,7 @@ class Message(Body):
 
 
 def _few_messages(value: object) -> object:
-    """Counted before they are looked at: validating a hundred thousand takes seconds."""
+    """Count messages before validating them: validating a hundred thousand takes seconds."""
     if isinstance(value, list):
         calls = [m.get("tool_calls") for m in value if isinstance(m, dict)]
         n = len(value) + sum(len(c) for c in calls if isinstance(c, list))
@@ -267,7 +267,7 @@ def _is_input(value: object) -> object:
 
 
 class ResponsesRequest(Sampling):
-    """POST /v1/responses, as far as it needs no memory of earlier responses."""
+    """POST /v1/responses, without stored responses."""
 
     input: Annotated[Any, BeforeValidator(_is_input)]
     instructions: str | None = None
@@ -286,7 +286,7 @@ class ResponsesRequest(Sampling):
     background: Any = None
     prompt: Any = None
 
-    # Accepted because clients send them; they change nothing here.
+    # Clients send these; they have no effect here.
     reasoning: Any = None
     truncation: Any = None
 
@@ -314,7 +314,7 @@ class DetokenizeRequest(Body):
 
 AnyBody = TypeVar("AnyBody", bound=Body)
 
-# JSON schemas of the nested shapes, by the names that the requests' schemas refer to.
+# JSON schemas of nested shapes, by the names that the schemas of requests refer to.
 REF = "#/components/schemas/{model}"
 SHAPES: dict[str, Any] = {
     kind.__name__: {
@@ -353,7 +353,7 @@ def _explain(fault: ErrorDetails) -> RequestError:
 
 
 def parse(kind: type[AnyBody], body: dict[str, Any]) -> AnyBody:
-    """body: a decoded JSON object without nulls. Raises RequestError for the first fault."""
+    """Validate a decoded JSON object without nulls. Raises RequestError for the first error."""
     try:
         return kind.model_validate(body)
     except ValidationError as error:
@@ -361,14 +361,14 @@ def parse(kind: type[AnyBody], body: dict[str, Any]) -> AnyBody:
 
 
 def ignored_header(kind: type[Body], body: dict[str, Any]) -> dict[str, str]:
-    """The names of unknown fields, for the client's eyes: {"x-cflow-ignored-params": "a,b"}."""
+    """A header that tells the client which fields were unknown: {"x-cflow-ignored-params": "a,b"}."""
     unknown = (quote(name[:64], safe="") for name in body if name not in kind.model_fields)
     names = ",".join(islice(unknown, 20))
     return {"x-cflow-ignored-params": names} if names else {}
 
 
 def render_messages(messages: list[Message]) -> list[dict[str, Any]]:
-    """Messages as a chat template reads them. Content is always a string: '' where it is absent."""
+    """Messages as chat templates expect them. Missing content becomes ''."""
     return [_render_message(index, message) for index, message in enumerate(messages)]
 
 
@@ -391,8 +391,8 @@ def _render_message(index: int, message: Message) -> dict[str, Any]:
 
 
 def _render_call(where: str, call: ToolCall) -> dict[str, Any]:
-    """Templates print arguments with tojson, so they get the object, not its text. Of a call that was
-    cut off there is only text: it is said as it was."""
+    """A call as chat templates expect it: arguments as an object, since templates print them with
+    tojson. Arguments that are not valid JSON, as of a call that was cut off, stay text."""
     try:
         arguments = msgspec.json.decode(call.function.arguments or "{}")
     except msgspec.MsgspecError:

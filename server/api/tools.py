@@ -1,4 +1,4 @@
-"""The tools of a chat request: which the model is shown, and which it may or must call."""
+"""Tools of a chat request: those the model sees, may call and must call."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": Fals
 
 @dataclass(frozen=True, slots=True)
 class Calling:
-    """shown: as the template gets them; schemas: of the arguments, by the names of those that may be
-    called; must: the answer has to be calls; is_parallel: it may be several."""
+    """shown: tools for the template. schemas: of arguments, by name of tool that may be called.
+    must: the answer has to be a call. is_parallel: it may be several calls."""
 
     shown: list[dict[str, Any]] | None = None
     schemas: dict[str, Any] = field(default_factory=dict)
@@ -55,12 +55,12 @@ def read_tools(ask: ChatRequest, card: ModelCard) -> Calling:
     if name not in schemas:
         message = f"tool_choice names {shorten(name)}, which is none of the tools."
         raise RequestError(message, param="tool_choice")
-    # Who names a tool wants that call: a small model may go on writing it to the end of its answer.
+    # A named tool means one call: a small model may repeat it to the end of its answer.
     return Calling(shown, {name: schemas[name]}, must=True, is_parallel=False)
 
 
 def _read_choice(ask: ChatRequest) -> str:
-    """none, auto, required, or =name."""
+    """The choice as "none", "auto", "required", or "=NAME"."""
     choice = ask.tool_choice
     if isinstance(choice, dict) and choice.get("type") == "function":
         function = choice.get("function")
@@ -82,7 +82,7 @@ def _read_choice(ask: ChatRequest) -> str:
 async def form_of(
     calling: Calling, body: str | None, thinking: Thinking, card: ModelCard
 ) -> str | None:
-    """The grammar of whole answers. body: of their content, checked."""
+    """The grammar of whole answers. body: the checked grammar of their content."""
     schemas = calling.schemas if calling.must or body else {}
     if body is None and not schemas:
         return None

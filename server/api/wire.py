@@ -1,4 +1,4 @@
-"""What answers of both APIs share: ids, usage, and chunks written without building objects."""
+"""Parts that answers of all routes share: ids, usage, and chunks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ encode = msgspec.json.encode
 
 
 def usage(generation: Generation) -> dict[str, Any]:
-    """The usage object; prompt tokens are summed over the prompts, all else over all choices."""
+    """The usage object: prompt tokens summed over prompts, the rest over all choices."""
     return {
         "prompt_tokens": generation.n_prompt,
         "completion_tokens": generation.n_completion,
@@ -30,7 +30,7 @@ def usage(generation: Generation) -> dict[str, Any]:
 
 
 def _disk_usage(disk: DiskUsage | None) -> dict[str, Any]:
-    """Where weights come from disk."""
+    """Usage of the disk, for a model with weights on disk."""
     if disk is None:
         return {}
     fields = msgspec.structs.asdict(disk)
@@ -39,10 +39,10 @@ def _disk_usage(disk: DiskUsage | None) -> dict[str, Any]:
 
 
 class Envelope:
-    """The fields that every object of one reply has alike."""
+    """The fields that all objects of one answer share."""
 
     def __init__(self, prefix: str, kind: str, model: str, generation: Generation) -> None:
-        """kind: the object type of a whole answer, e.g. "chat.completion"."""
+        """kind: the object type of a whole answer, such as "chat.completion"."""
         self._generation = generation
         self._fields = {
             "id": f"{prefix}-{uuid4().hex}",
@@ -52,14 +52,16 @@ class Envelope:
         }
 
     def answer(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
-        """The whole answer. more: other fields of it."""
+        """The whole answer. more: its other fields."""
         end = {"usage": usage(self._generation), "timings": self._generation.timings()}
         return encode(self._fields | {"choices": choices} | end | more)
 
 
 class Chunks(Envelope):
-    """Chunks of a stream. The last one has the timings. With usage asked for, that is one more,
-    and all others say usage is null, or what it is so far."""
+    """Chunks of a stream, written as JSON without building objects.
+
+    The last chunk has the timings. If usage was requested, one more chunk brings it, and in all
+    others it is null or the usage so far."""
 
     def __init__(
         self, prefix: str, kind: str, model: str, generation: Generation, ask: Sampling
@@ -73,8 +75,8 @@ class Chunks(Envelope):
         self._tail = b'],"usage":null}\n\n' if self.with_usage else b"]}\n\n"
 
     def chunk(self, choice: bytes, *, ends: bool = False, **more: Any) -> bytes:
-        """choice: the JSON of the one choice in it. ends: it is that choice's last chunk. more: other
-        fields of the chunk."""
+        """One chunk. choice: JSON of its one choice. ends: it is the last of that choice. more:
+        other fields of the chunk."""
         is_last = ends and self._generation.is_over and not self.with_usage
         if not (is_last or more or self._is_counting or self._is_timing):
             return self._head + choice + self._tail

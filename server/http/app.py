@@ -1,4 +1,4 @@
-"""The application: routes, middlewares from the outside in, and what they share."""
+"""The ASGI application: its routes and middlewares, and the service they share."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ROUTERS = (
 )
 
 
-# Where spans go by the standard variables; other OTEL_* hold as well.
+# Standard variables that name a collector. The exporter reads the other OTEL_* itself.
 OTLP_ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 
 
@@ -60,8 +60,9 @@ def _start_tracing(config: ServerConfig) -> Tracing | None:
 
 
 def create_app(config: ServerConfig, engine: Engine) -> FastAPI:
-    """The server's application over a started engine. All state is in app.state.service. CflowError
-    if the configuration does not go with the model, or names files that are of no use."""
+    """The application over a started engine; all its state is app.state.service.
+
+    Raises CflowError if the configuration does not fit the model or names unusable files."""
     _check_experts(config, engine.card.top_k)
     app = FastAPI(title="cflow", redirect_slashes=False, docs_url=None, redoc_url=None)
     metrics = Metrics(engine)
@@ -72,7 +73,7 @@ def create_app(config: ServerConfig, engine: Engine) -> FastAPI:
         app.include_router(router)
     install_error_handlers(app)
     describe(app)
-    # The last added is the outermost.
+    # The middleware added last is the outermost.
     if tracing is not None:
         tracing.watch(app)
     if keys is not None:

@@ -1,4 +1,4 @@
-"""API keys: who may call. Checked before the body is read; keys are compared in constant time."""
+"""API keys, checked before the body is read and compared in constant time."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ log = logging.getLogger("cflow.server")
 
 
 class ApiKeys:
-    """Digests of the keys of a file: one key a line, `name: key` to give it a name, # comments."""
+    """The keys of a file, as digests. A line is `KEY` or `NAME: KEY`; `#` starts a comment."""
 
     def __init__(self, path: Path) -> None:
-        """CflowError if the file is of no use."""
+        """Raises CflowError if the file cannot be read or holds no valid keys."""
         self._path = path
         self._digests = _digests(_read(path))
 
     def reload(self) -> None:
-        """Reads the file again. CflowError: it is of no use, and the keys stay as they were."""
+        """Read the file again. Raises CflowError and keeps the old keys if it is unusable."""
         keys = _read(self._path)
         self._digests = _digests(keys)
         log.info("%s holds %d keys: %s", self._path, len(keys), ", ".join(keys))
@@ -38,7 +38,7 @@ class ApiKeys:
         return len({name for name, _ in self._digests}) > 1
 
     def find(self, key: bytes) -> str | None:
-        """The name of the key, or None. All are compared, however early one matches."""
+        """The name of the key, or None. Compares all keys, so timing does not reveal a match."""
         digest = sha256(key).digest()
         found = None
         for name, known in self._digests:
@@ -66,12 +66,12 @@ def _read(path: Path) -> dict[str, str]:
             )
         keys[name] = key
     if not keys:
-        raise CflowError(f"api_keys: {path} holds no key, so nobody could call")
+        raise CflowError(f"api_keys: {path} holds no key; add one a line")
     return keys
 
 
 def _digests(keys: dict[str, str]) -> list[tuple[str, bytes]]:
-    """Clients send what is not ASCII in either encoding."""
+    """(name, digest) of each key, in both encodings that clients use for non-ASCII headers."""
     return [
         (name, sha256(key.encode(encoding)).digest())
         for name, key in keys.items()
@@ -89,7 +89,7 @@ def is_open(path: str) -> bool:
 
 
 def _bearer(scope: Scope) -> bytes | None:
-    """The token of the one Authorization header, whose scheme must be Bearer."""
+    """The Bearer token, or None unless there is exactly one Authorization header with one."""
     values = [value for name, value in scope["headers"] if name == b"authorization"]
     if len(values) != 1:
         return None
@@ -98,7 +98,8 @@ def _bearer(scope: Scope) -> bytes | None:
 
 
 class Authentication:
-    """ASGI middleware: 401 without a valid key; leaves the key's name in scope["state"]["key"]."""
+    """ASGI middleware: reject requests without a valid key (401), and put the name of a valid one
+    into scope["state"]["key"]."""
 
     def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
         self.app = app

@@ -1,4 +1,4 @@
-"""Reading a JSON request body: bounded in every framing, strict UTF-8, no NaN, bounded nesting."""
+"""Reading JSON request bodies: bounded size and nesting, strict UTF-8, no NaN."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from cflow.server.errors import ClientGone, RequestError, shorten
 _JSON_TYPE = re.compile(r"application/([a-z0-9.]+\+)?json\s*(;.*)?", re.IGNORECASE)
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _MARKS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}:]')
-MAX_LOOK = 1 << 20  # bytes of a refused body that are searched for what is wrong
-MAX_DIGITS = 4300  # of a whole number, as of Python's
-DEEP = 200  # a body is refused for the depth of its nesting somewhere above that
+MAX_LOOK = 1 << 20  # bytes of a rejected body that are searched for the fault
+MAX_DIGITS = 4300  # of an integer; Python's own limit
+DEEP = 200  # nesting that is named as the fault; the parser's own limit is higher
 
 
 def _too_large(limit: int) -> RequestError:
@@ -41,7 +41,8 @@ def _check_headers(request: Request, limit: int) -> None:
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The body, at most `limit` bytes; refuses (413, 415, 400) as soon as it can."""
+    """The body, of at most `limit` bytes. Raises RequestError (413, 415, 400) as early as possible,
+    ClientGone if the client disconnects."""
     _check_headers(request, limit)
     body = bytearray()
     while True:
@@ -64,7 +65,7 @@ def _is_no_number(value: object) -> bool:
 
 
 def _find(value: Any, is_bad: Callable[[object], bool], path: str = "") -> str | None:
-    """Where the first bad value, or key, stands."""
+    """Path of the first bad value or key, such as `messages[0].content`; None if there is none."""
     if is_bad(value):
         return path
     if isinstance(value, dict):
@@ -97,7 +98,7 @@ def _find_depth(body: bytes) -> str | None:
 
 
 def _explain(body: bytes, error: Exception) -> RequestError:
-    """Why msgspec refused the body."""
+    """The error to send for a body that msgspec rejected."""
     if not body.strip():
         return RequestError("The request body is empty; send a JSON object.", code="invalid_json")
     if len(body) <= MAX_LOOK and (fault := _explain_value(body)):
@@ -107,7 +108,7 @@ def _explain(body: bytes, error: Exception) -> RequestError:
 
 
 def _explain_value(body: bytes) -> RequestError | None:
-    """The fault if it is one value that Python's parser lets pass."""
+    """The error if a single value is at fault, which Python's more lenient parser accepts."""
     try:
         value = json.loads(body, parse_int=_read_int)
     except (ValueError, RecursionError):
@@ -126,7 +127,7 @@ def _read_int(digits: str) -> float:
 
 
 def decode_object(body: bytes) -> dict[str, Any]:
-    """The JSON object in `body` without its null fields: null means absent."""
+    """The JSON object in `body`, without null fields: null means absent."""
     try:
         value = msgspec.json.decode(body)
     except RecursionError:

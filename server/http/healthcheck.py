@@ -1,8 +1,9 @@
-"""The container's health check: `python3 -m cflow.server.http.healthcheck` ends with 0 if /health is 200.
+"""The container's health check: `python3 -m cflow.server.http.healthcheck` exits with 0 if /health
+answers 200.
 
-It asks at CFLOW_HOST and CFLOW_PORT, with TLS or without, and takes any certificate: it may be for
-another name, and the answer stays on this machine. It runs every few seconds, so it imports nothing of
-cflow.
+It connects to CFLOW_HOST and CFLOW_PORT, with and without TLS. It accepts any certificate, because
+the name may be another and the answer stays on this machine. It runs every few seconds, so it
+imports nothing of cflow.
 """
 
 from __future__ import annotations

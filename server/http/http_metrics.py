@@ -1,4 +1,4 @@
-"""ASGI middleware: one count, one time and one id per HTTP request, and a line in the access log."""
+"""ASGI middleware that counts, times and identifies each HTTP request and logs it."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ log = logging.getLogger("cflow.access")
 
 
 def _request_id(scope: Scope) -> bytes:
-    """The client's own if it is one that can be repeated, a new one else."""
+    """The client's x-request-id if it is safe to repeat, else a new one."""
     given = (value for name, value in scope["headers"] if name == REQUEST_ID)
     value: bytes = next(given, b"")
     return value if _ID.fullmatch(value) else uuid4().hex.encode()
 
 
 class HttpMetrics:
-    """Labels are route templates, never raw paths, and what no route takes is counted but not timed:
-    scanners must not grow /metrics.
+    """Counts and times requests by route.
 
-    A request that ends before a status was sent counts as 499: its client left.
-    """
+    Labels are route templates, never raw paths, and requests without a route are counted but not
+    timed: scanners must not grow /metrics. A request whose client left before a status was sent
+    counts as 499."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics, routes: Iterable[tuple[str, str]]) -> None:
-        """routes: path templates and methods; what is posted, and the scrape itself, is shown from the
-        first second."""
+        """routes: (path template, method). POST routes and the scrape appear in /metrics from the
+        start, the others after their first request."""
         self.app = app
         self.metrics = metrics
         self.routes = frozenset(routes)

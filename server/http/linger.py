@@ -1,8 +1,8 @@
-"""ASGI middleware: an answer given before the request's body was read must still arrive.
+"""ASGI middleware that delivers answers sent before the request's body was read.
 
-Closing a socket with unread data resets it, and the client loses the answer; leaving it open lets
-the rest of the body be taken for the next request. So the answer says Connection: close and the
-body is read on for a moment before the end of the answer is declared.
+Closing a socket with unread data resets it, and the client loses the answer. Leaving it open lets
+the rest of the body pass for the next request. So the answer says Connection: close, and the body
+is read for another moment before the answer ends.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 DRAIN_S = 1.0
 DRAIN_BYTES = 16 << 20
-SMALL_BODY = 64 << 10  # announced bodies up to here are skipped by the HTTP parser; no close
+SMALL_BODY = 64 << 10  # bytes; the HTTP parser skips announced bodies up to this size
 
 
 def _has_long_body(scope: Scope) -> bool:
@@ -34,6 +34,8 @@ async def _drain(receive: Receive) -> None:
 
 
 class Linger:
+    """The middleware. Bodies up to SMALL_BODY and requests whose body was read pass unchanged."""
+
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 

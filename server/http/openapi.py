@@ -1,4 +1,4 @@
-"""/openapi.json, where FastAPI cannot know it: the bodies that routes read themselves, and refusals."""
+"""Additions to /openapi.json that FastAPI cannot infer: request bodies and error answers."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ REFUSALS = {
     400: "The request is at fault; `param` names the field.",
     401: "No key, or a wrong one.",
     404: "No such model or path.",
-    408: "The body stopped coming.",
+    408: "The body did not arrive in time.",
     413: "The body is too large.",
     415: "The body is not JSON.",
-    429: "Too much waits; `Retry-After` says when to come again.",
-    503: "The engine is loading, draining or gone.",
+    429: "The queue is full; `Retry-After` says when to try again.",
+    503: "The engine is loading, draining or being restarted.",
 }
 OF_POST = tuple(REFUSALS)
 OF_GET = (401, 404, 503)
-# Of open paths; the others refuse nothing.
+# Statuses of open paths that can fail.
 OF_PROBE: dict[str, tuple[int, ...]] = {"/health": (503,), "/ready": (503,)}
 TEXT = {"type": "string"}
 EVENT = {"type": "object", "required": ["data"], "properties": {"data": TEXT}}
@@ -57,7 +57,7 @@ def _streams(operation: dict[str, Any]) -> bool:
 
 
 def describe(app: FastAPI) -> None:
-    """Has the app's document complete."""
+    """Extend the application's OpenAPI document."""
     make = app.openapi
 
     def openapi() -> dict[str, Any]:

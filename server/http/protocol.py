@@ -1,6 +1,6 @@
-"""HTTP/1.1 on one connection: uvicorn's protocol with bounds, and our errors where it has its own.
+"""HTTP/1.1 on one connection: uvicorn's protocol with limits and our error shape.
 
-What is neither a body nor a complete head is bounded in size, all waiting for the client in time.
+The size of everything but bodies is limited, and so is the time spent waiting for the client.
 """
 
 from __future__ import annotations
@@ -15,17 +15,19 @@ from cflow.server.errors import RequestError, error_response
 from cflow.server.http.sse import STALL_S
 
 MAX_HEAD = 64 << 10  # bytes of request line and headers, of trailers, of a chunk's extensions
-SLICE = 8 << 10  # bytes parsed between two looks at how long the head is
+SLICE = 8 << 10  # bytes parsed between two checks of the head's length
 READ_S = 60.0  # for a whole head; for the next bytes of a body
-LINGER_S = 1.0  # what a refused client sends is thrown away for so long: it must see the answer
+LINGER_S = 1.0  # input is discarded for this long after a rejection, so that the client sees it
 
 
 class Protocol(HttpToolsProtocol):
+    """One connection."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._stage: Literal["idle", "head", "body"] = "idle"  # of the message being read
-        self._has_moved = False  # a head, a message or a piece of a body has been completed
-        self._n_head = 0  # bytes since then, in whole slices
+        self._has_moved = False  # the last slice completed a head, a message or a piece of a body
+        self._n_head = 0  # bytes since something was completed
         self._is_refused = False
         self._read_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
@@ -79,9 +81,10 @@ class Protocol(HttpToolsProtocol):
                 return
 
     def _decline_upgrade(self) -> bytes:
-        """The head of the message without its Upgrade header, for a parser that reads on: this one
-        takes what follows for another protocol, but to a client that only offers one (Java's) it is
-        the body of an ordinary request."""
+        """The head of the message without its Upgrade header, for a new parser.
+
+        httptools takes what follows an Upgrade header for another protocol. To a client that only
+        offers an upgrade (Java's does), it is the body of an ordinary request."""
         method, version = self.parser.get_method(), self.parser.get_http_version().encode()
         lines = [method + b" " + self.url + b" HTTP/" + version]
         lines += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
@@ -90,7 +93,7 @@ class Protocol(HttpToolsProtocol):
         return b"\r\n".join([*lines, b"", b""])
 
     def _should_upgrade(self) -> bool:
-        """uvicorn starts no answer for such a message; _decline_upgrade has it parsed again."""
+        """Keep uvicorn from answering a message with Upgrade: _decline_upgrade parses it again."""
         return True
 
     def on_message_begin(self) -> None:
@@ -118,7 +121,7 @@ class Protocol(HttpToolsProtocol):
         self._refuse(RequestError(message, code="invalid_http"))
 
     def _can_answer(self) -> bool:
-        """Whether the message being read is the next to be answered, and has not been."""
+        """Whether the message being read is the next to be answered and has no answer yet."""
         cycle = self.cycle
         if self.pipeline:
             return False
@@ -127,21 +130,21 @@ class Protocol(HttpToolsProtocol):
         return cycle is None or cycle.response_complete
 
     def _refuse(self, error: RequestError) -> None:
-        """Answers the message being read, if it can be, and closes."""
+        """Answer the message being read with `error`, if possible, and close the connection."""
         self._is_refused = True
         self._stop_read_timer()
         if not self._can_answer():
             self._close()
             return
         if self._stage == "body":
-            self.cycle.disconnected = True  # its handler shall not answer too
+            self.cycle.disconnected = True  # so that its handler does not answer as well
             self.cycle.message_event.set()
         response = error_response(error)
         headers = [*self.server_state.default_headers, *response.raw_headers]
         lines = [name + b": " + value + b"\r\n" for name, value in headers]
         head = STATUS_LINE[error.status] + b"".join(lines) + b"connection: close\r\n\r\n"
         self.transport.write(head + bytes(response.body))
-        if self.transport.can_write_eof():  # not over TLS
+        if self.transport.can_write_eof():  # TLS cannot half-close
             self.transport.write_eof()
         self.flow.resume_reading()
         self.loop.call_later(LINGER_S, self._close)
@@ -175,7 +178,7 @@ class Protocol(HttpToolsProtocol):
             self._watch_unsent()
 
     def _watch_unsent(self, before: int | None = None) -> None:
-        """Ends the connection if its client takes nothing of what is left of an answer."""
+        """Close the connection if its client reads nothing of the rest of an answer."""
         self._write_timer = None
         n_unsent = self.transport.get_write_buffer_size()
         if n_unsent and n_unsent == before:

@@ -1,4 +1,4 @@
-"""Server-sent events: framing, pings while nothing is sent, and the client's leaving."""
+"""Server-sent events: framing, pings on idle streams, and detecting that the client left."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 from cflow.server.errors import answer_failure, error_object
 
 DONE = b"data: [DONE]\n\n"
-STALL_S = 60.0  # a client that has taken nothing for this long is treated as gone
+STALL_S = 60.0  # a client that reads nothing for this long counts as gone
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 Events = AsyncGenerator[bytes, None]
@@ -25,7 +25,7 @@ def event(value: Any) -> bytes:
 
 
 async def ended(chunks: Events) -> Events:
-    """The chunks, an error event if something fails, and [DONE]."""
+    """The chunks, an error event if one fails, then [DONE]."""
     try:
         async with aclosing(chunks):
             async for chunk in chunks:
@@ -40,7 +40,8 @@ async def ended(chunks: Events) -> Events:
 
 @asynccontextmanager
 async def watching(receive: Receive, on_gone: Callable[[], None]) -> AsyncIterator[None]:
-    """Inside, the client's leaving calls on_gone. Half-closed clients count as gone."""
+    """Call on_gone if the client disconnects inside this block. A half-closed connection counts as
+    disconnected."""
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -55,7 +56,9 @@ async def watching(receive: Receive, on_gone: Callable[[], None]) -> AsyncIterat
 
 
 class EventStream(StreamingResponse):
-    """Sends events as they come. The headers leave at once: refuse before making one."""
+    """A response that sends events as they come.
+
+    It sends its headers at once, so a request must be rejected before an EventStream is made."""
 
     def __init__(
         self,
@@ -66,7 +69,8 @@ class EventStream(StreamingResponse):
         ping_s: float,
         headers: dict[str, str],
     ) -> None:
-        """state: what a ping says the client waits for, if anything."""
+        """state: what the client waits for, said in pings; "" for nothing. ping_s: seconds between
+        pings on an idle stream."""
         super().__init__(events, media_type="text/event-stream", headers=HEADERS | headers)
         self._events = events
         self._on_gone = on_gone
@@ -82,7 +86,7 @@ class EventStream(StreamingResponse):
         self._last_s = asyncio.get_running_loop().time()
 
     async def _tick(self, send: Send, stall: asyncio.Timeout) -> None:
-        """Pings an idle stream; ends one whose client takes nothing."""
+        """Ping an idle stream; end a stream whose client reads nothing."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(min(self._ping_s, 1.0))

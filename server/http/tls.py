@@ -1,4 +1,4 @@
-"""TLS for the listening socket, from files that may be replaced while it is in use."""
+"""TLS for the listening socket, from files that can be replaced while it is open."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cflow.engine.base.errors import CflowError
 
 
 def read_certificate(cert: Path | None, key: Path | None) -> ssl.SSLContext | None:
-    """None without files. CflowError if they are of no use."""
+    """The TLS context, or None without files. Raises CflowError if they are unusable."""
     if cert is None:
         if key is not None:
             raise CflowError(f"tls_key = {key} needs tls_cert, the certificate")
@@ -21,8 +21,8 @@ def read_certificate(cert: Path | None, key: Path | None) -> ssl.SSLContext | No
 
 
 def load_certificate(context: ssl.SSLContext, cert: Path, key: Path | None) -> None:
-    """For connections from now on. key: None if it is in the file of the certificate."""
-    try:  # apart first: a key that does not fit must not leave the context half changed
+    """Load the files for new connections. key: None if the certificate's file holds it."""
+    try:  # on a separate context first: a key that does not match must not leave this one half changed
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password=_no_password)
         context.load_cert_chain(cert, key, password=_no_password)
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
@@ -31,5 +31,5 @@ def load_certificate(context: ssl.SSLContext, cert: Path, key: Path | None) -> N
 
 
 def _no_password() -> str:
-    """Instead of asking at the terminal."""
+    """Raise instead of asking for the password at the terminal."""
     raise ValueError("the key is encrypted")

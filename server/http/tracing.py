@@ -1,7 +1,7 @@
-"""OpenTelemetry traces: a span for each HTTP request, below it one for each prompt's answer with its
-queue, prefill and decode. Needs the extra `otel`; nothing imports this unless an endpoint is set.
+"""OpenTelemetry traces: a span a request, below it a span a prompt with its queue, prefill and decode.
 
-Spans and attributes of an answer are called as vLLM calls them. Neither prompts nor answers are in them.
+Names of spans and attributes are vLLM's. Spans hold neither prompts nor answers. Needs the extra
+`otel`; nothing imports this module unless an endpoint is set.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ from cflow.server.api.records import AnswerRecord, OnEnd
 from cflow.server.http.auth import is_open
 from cflow.server.http.http_metrics import METHODS
 
-FLUSH_S = 3.0  # at the end, for what was not sent yet: a collector that is gone must not hold it up
+FLUSH_S = 3.0  # for unsent spans at shutdown; a dead collector must not delay it
 
 _propagator = TraceContextTextMapPropagator()
 
 
 class Tracing:
-    """Where spans go: in batches, from a thread, by OTLP over HTTP."""
+    """Exports spans in batches from a thread, by OTLP over HTTP."""
 
     def __init__(self, endpoint: str | None, version: str) -> None:
-        """endpoint: such as http://collector:4318/v1/traces; None: as OTEL_EXPORTER_OTLP_* say.
-        CflowError for an OTEL_* variable that is of no use."""
+        """endpoint: for example http://collector:4318/v1/traces; None: as OTEL_EXPORTER_OTLP_* say.
+
+        Raises CflowError if an OTEL_* variable is invalid."""
         name = os.environ.get("OTEL_SERVICE_NAME") or "cflow"
         resource = Resource.create({"service.name": name, "service.version": version})
         try:
@@ -48,11 +49,11 @@ class Tracing:
         self._tracer = self._provider.get_tracer("cflow", version)
 
     def watch(self, app: Starlette) -> None:
-        """From inside all middlewares added later."""
+        """Trace requests, inside all middlewares that are added later."""
         app.add_middleware(TracedRequests, tracer=self._tracer)
 
     def follow(self, model: str, request_id: str, how: SamplingParams) -> OnEnd:
-        """To be called within a request: what makes the spans of one of its answers at its end."""
+        """A function that makes the spans of an answer when it ends. Call within its request."""
         parent = context.get_current()
         asked = {
             "gen_ai.request.id": request_id,
@@ -82,14 +83,14 @@ class Tracing:
         span.end(at(record.ended))
 
     def close(self) -> None:
-        """Sends what is left."""
+        """Export the remaining spans."""
         closing = threading.Thread(target=self._provider.shutdown, daemon=True)
         closing.start()
         closing.join(FLUSH_S)
 
 
 def _phases(record: AnswerRecord) -> list[tuple[str, float, float]]:
-    """Those that it came to, from when to when."""
+    """The phases that the answer reached, each with its start and end."""
     begun = [("queue", record.arrived), ("prefill", record.started), ("decode", record.first)]
     begun = [(name, start) for name, start in begun if start]
     ends = [*(start for _, start in begun[1:]), record.ended]
@@ -117,8 +118,8 @@ def _facts(record: AnswerRecord) -> dict[str, Any]:
 
 
 class TracedRequests:
-    """ASGI middleware: a span around each request that is let in, below the caller's if it has sent a
-    traceparent."""
+    """ASGI middleware: a span around each authorised request, below the caller's span if the request
+    has a traceparent."""
 
     def __init__(self, app: ASGIApp, tracer: Tracer) -> None:
         self.app = app
@@ -142,7 +143,7 @@ class TracedRequests:
             _caller(scope),
             SpanKind.SERVER,
             {"http.request.method": method, "url.scheme": scope["scheme"]},
-            record_exception=False,  # its text may be the client's
+            record_exception=False,  # its text may quote the client
             set_status_on_exception=False,
         ) as span:
             try:
@@ -158,6 +159,6 @@ class TracedRequests:
 
 
 def _caller(scope: Scope) -> Any:
-    """The context that the first traceparent names; a wrong one names none."""
+    """The caller's context from the first traceparent header; an invalid one is ignored."""
     found = (value for name, value in scope["headers"] if name == b"traceparent")
     return _propagator.extract({"traceparent": next(found, b"").decode("latin-1")})

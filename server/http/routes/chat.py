@@ -37,7 +37,7 @@ class Talk(NamedTuple):
 
 
 def check(ask: ChatRequest) -> None:
-    """What fields mean together, and what is not built."""
+    """Reject combinations of fields that contradict each other or are not supported."""
     refuse_given("functions", ask.functions, ([],))
     refuse_given("function_call", ask.function_call, ("none", "auto"))
     if ask.top_logprobs is not None and not ask.logprobs:
@@ -58,7 +58,8 @@ def check(ask: ChatRequest) -> None:
 def plan_sampling(
     service: Service, ask: ChatRequest, prompt: Prompt, grammar: str | None
 ) -> SamplingParams:
-    """Of max_tokens and max_completion_tokens the smaller counts; the context caps both."""
+    """Sampling parameters. The smaller of max_tokens and max_completion_tokens counts, and the
+    context caps both."""
     given = [n for n in (ask.max_tokens, ask.max_completion_tokens) if n is not None]
     asked = min(given) if given else None
     card, context = service.engine.card, context_of(service.engine)
@@ -76,7 +77,7 @@ def plan_sampling(
 def _choice(
     index: int, delta: dict[str, Any], logprobs: Any, ends: Reply | None = None, **more: Any
 ) -> bytes:
-    """ends: it is the last of this choice."""
+    """One choice of a chunk. ends: it is the last chunk of that choice."""
     choice: dict[str, Any] = {"index": index, "delta": delta, "logprobs": logprobs} | more
     choice["finish_reason"] = ends.reason if ends else None
     if ends and ends.finish:
@@ -85,7 +86,7 @@ def _choice(
 
 
 def _pieces(service: Service, ask: ChatRequest, delta: Delta, reply: Reply) -> Iterator[bytes]:
-    """Log-probabilities and ids come with the first piece, and alone if there is none."""
+    """The pieces of a delta. Log-probabilities and ids go with the first, or alone if there is none."""
     pieces = reply.add(delta)
     logprobs: dict[str, Any] | None = None
     more: dict[str, Any] = {}
@@ -106,7 +107,7 @@ def _pieces(service: Service, ask: ChatRequest, delta: Delta, reply: Reply) -> I
 
 
 async def stream(service: Service, ask: ChatRequest, talk: Talk, chunks: Chunks) -> Events:
-    """Role chunks, what the choices say, a finish chunk for each, usage if it was asked for."""
+    """Chunks: a role chunk a choice, deltas, a finish chunk a choice, and usage if requested."""
     prompt, _, generation, replies = talk
     first = {"role": "assistant", "content": ""}
     ids: dict[str, Any] = {"prompt_token_ids": prompt.ids} if ask.return_token_ids else {}
@@ -128,7 +129,7 @@ async def stream(service: Service, ask: ChatRequest, talk: Talk, chunks: Chunks)
 
 
 def whole(service: Service, ask: ChatRequest, talk: Talk) -> bytes:
-    """The answer in one piece, once it is complete."""
+    """The whole answer, once it is complete."""
     prompt, _, generation, replies = talk
     tokenizer = service.engine.card.tokenizer
     out = []
@@ -152,7 +153,7 @@ def whole(service: Service, ask: ChatRequest, talk: Talk) -> bytes:
 
 
 async def begin(service: Service, request: Request, ask: ChatRequest) -> Talk:
-    """Hands a checked request to the engine."""
+    """Submit a checked request to the engine."""
     card = service.engine.card
     calling = read_tools(ask, card)
     body = await grammar_of(ask, card.grammars)
@@ -184,7 +185,7 @@ def new_reply(ask: ChatRequest, card: ModelCard, calling: Calling, thinking: Thi
 
 @router.post("/v1/chat/completions", openapi_extra=json_schema(ChatRequest))
 async def create_chat_completion(request: Request) -> Response:
-    """Answer a conversation. Streams with stream: true."""
+    """Answer a conversation. Streams if stream is true."""
     service = service_of(request)
     ask, headers = await service.read(request, ChatRequest)
     check(ask)

@@ -1,4 +1,4 @@
-"""POST /v1/completions: the legacy API, whole: id prompts, echo, prompt log-probabilities, best_of."""
+"""POST /v1/completions: all of the legacy API, with id prompts, echo and best_of."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from cflow.server.http.service import Service, json_schema, service_of
 from cflow.server.http.sse import Events, ended, watching
 
 DEFAULT_MAX_TOKENS = 16
-MAX_ECHOED = 1 << 21  # tokens and log-probabilities in all echoes of a request
+MAX_ECHOED = 1 << 21  # tokens and log-probabilities, over all echoes of a request
 
 router = APIRouter()
 
@@ -32,7 +32,7 @@ def _refuse(param: str, message: str) -> RequestError:
 
 
 def check(ask: CompletionRequest) -> None:
-    """What fields mean together."""
+    """Reject combinations of fields that contradict each other."""
     check_stream(ask)
     if ask.suffix and ask.echo:
         raise _refuse("echo", "is not allowed with suffix: the text between is the answer.")
@@ -47,7 +47,7 @@ def check(ask: CompletionRequest) -> None:
 async def read_prompts(
     tokenizer: Tokenizer, ask: CompletionRequest, context: int
 ) -> tuple[list[Prompt], tuple[int, ...]]:
-    """The prompts, and tokens that end their answers besides the model's own."""
+    """The prompts, and tokens that end their answers in addition to the model's own."""
     n_choices = ask.best_of or ask.n
     if ask.suffix:
         return await encode_infill(
@@ -83,8 +83,7 @@ def _ranks(ask: CompletionRequest) -> bool:
 
 
 def check_echo(ask: CompletionRequest, prompts: list[Prompt], n_choices: int) -> None:
-    """What repeats the prompts is the one part of an answer that takes no time to compute, only
-    memory."""
+    """Bound the echo: it is the only part of an answer that costs memory but no compute."""
     per_token = {
         "echo": 1 + (ask.logprobs or 0) if ask.echo else 0,
         "prompt_logprobs": 0 if ask.prompt_logprobs is None else 1 + ask.prompt_logprobs,
@@ -134,7 +133,7 @@ def _piece(index: int, text: str) -> bytes:
 
 @dataclass(slots=True)
 class Whole:
-    """A choice as it gathers for an answer that is not streamed."""
+    """One choice of a whole answer, as it grows."""
 
     texts: list[str] = field(default_factory=list)
     arrays: list[Legacy] = field(default_factory=list)
@@ -179,7 +178,7 @@ def _as_json(index: int, whole: Whole, *, with_logprobs: bool) -> dict[str, Any]
 
 @router.post("/v1/completions", openapi_extra=json_schema(CompletionRequest))
 async def create_completion(request: Request) -> Response:
-    """Continue prompts. Streams with stream: true."""
+    """Continue prompts. Streams if stream is true."""
     service = service_of(request)
     ask, headers = await service.read(request, CompletionRequest)
     check(ask)

@@ -1,4 +1,4 @@
-"""Probes and facts that need no key: /live, /health, /ready, /version, /metrics."""
+"""Routes without a key: /live, /health, /ready, /version, /metrics."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def version() -> str:
     try:
         return metadata.version("cflow")
     except metadata.PackageNotFoundError:
-        return "unknown"  # run from a source tree
+        return "unknown"  # not installed
 
 
 def state_of(engine: Engine) -> str:
-    """The engine's state, or `failing` where it would serve."""
+    """The engine's state, or `failing` if it serves but its disk fails every request."""
     return "failing" if engine.is_failing and engine.state in SERVING else engine.state
 
 
 def _state(service: Service, serving: tuple[str, ...]) -> Response:
-    """200 in the states named, else 503; the body says which state it is."""
+    """200 if the engine is in one of the `serving` states, else 503; the body names the state."""
     engine = service.engine
     state = state_of(engine)
     is_serving = state in serving
@@ -48,21 +48,21 @@ def _state(service: Service, serving: tuple[str, ...]) -> Response:
 @router.head("/live", include_in_schema=False)
 @router.get("/live")
 async def live() -> Response:
-    """200 while the front end runs, whatever the engine does."""
+    """200 while the front end runs, whatever the state of the engine."""
     return Response(encode({"status": "ok"}), media_type="application/json")
 
 
 @router.head("/health", include_in_schema=False)
 @router.get("/health")
 async def health(request: Request) -> Response:
-    """503 while the engine loads, is dead or stuck, or its disk fails one request after the other."""
+    """503 while the engine loads, is dead or stuck, or fails every request because of its disk."""
     return _state(service_of(request), SERVING)
 
 
 @router.head("/ready", include_in_schema=False)
 @router.get("/ready")
 async def ready(request: Request) -> Response:
-    """Like /health, and 503 while draining: whether to send requests here."""
+    """Like /health, but 503 while draining: whether to send requests here."""
     return _state(service_of(request), ("ready",))
 
 

@@ -37,7 +37,7 @@ def describe(service: Service) -> dict[str, Any]:
 
 @router.get("/v1/models")
 async def list_models(request: Request) -> Response:
-    """The one model this server has."""
+    """List the one model of this server."""
     service = service_of(request)
     check_ready(service.engine, service.metrics)
     body = {"object": "list", "data": [describe(service)]}
@@ -46,7 +46,7 @@ async def list_models(request: Request) -> Response:
 
 @router.get("/v1/models/{model:path}")
 async def show_model(request: Request, model: str) -> Response:
-    """A model by its name, which may hold slashes."""
+    """Describe a model by its name, which may contain slashes."""
     service = service_of(request)
     check_ready(service.engine, service.metrics)
     check_model(service.engine, model)

@@ -1,4 +1,4 @@
-"""GET /: the page for people, or what this is for programs; its files; /status, which it shows."""
+"""GET /, the page and its files, and GET /status, which the page shows."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _file(name: str, media_type: str) -> Response:
 
 @router.get("/")
 async def show_root(request: Request) -> Response:
-    """The page where HTML is asked for, else where to go on."""
+    """The page if the client accepts HTML, else a JSON object that lists the routes."""
     if "text/html" in request.headers.get("accept", ""):
         return _file("index.html", "text/html")
     paths = request.app.openapi()["paths"]
@@ -83,5 +83,5 @@ def status(service: Service) -> dict[str, Any]:
 
 @router.get("/status")
 async def show_status(request: Request) -> Response:
-    """The model, its plan and its machine in a few facts; `machine` is null until it is loaded."""
+    """Facts about the model and the machine; `machine` is null until the model is loaded."""
     return Response(encode(status(service_of(request))), media_type="application/json")

@@ -1,4 +1,4 @@
-"""POST /v1/responses: what needs no memory of earlier answers, over the same generation as a chat."""
+"""POST /v1/responses, without stored responses, over the same generation as a chat."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ router = APIRouter()
 
 
 def check_state(ask: ResponsesRequest) -> None:
-    """Nothing is kept here."""
+    """Reject what needs stored responses, and what only other routes offer."""
     for name in ("previous_response_id", "conversation", "background", "prompt"):
         if getattr(ask, name):
             message = f"{name} is not supported: this server keeps no responses."
             raise RequestError(message, code="unsupported_parameter", param=name)
     if ask.top_logprobs or "message.output_text.logprobs" in ask.include:
         name = "top_logprobs" if ask.top_logprobs else "include"
-        message = f"{name}: log-probabilities are to be had from /v1/chat/completions."
+        message = f"{name} is not supported here; get log-probabilities from /v1/chat/completions."
         raise RequestError(message, code="unsupported_parameter", param=name)
     if ask.prompt_logprobs is not None or ask.return_token_ids:
         name = "return_token_ids" if ask.return_token_ids else "prompt_logprobs"
-        message = f"{name}: this is to be had from /v1/chat/completions."
+        message = f"{name} is not supported here; use /v1/chat/completions."
         raise RequestError(message, code="unsupported_parameter", param=name)
     if ask.n != 1:
         raise RequestError("n must be 1.", param="n")
@@ -65,7 +65,7 @@ async def stream(response: responses.Response, generation: Generation, reply: Re
 
 @router.post("/v1/responses", openapi_extra=json_schema(ResponsesRequest))
 async def create_response(request: Request) -> Response:
-    """Answer a conversation, statelessly. Streams with stream: true."""
+    """Answer a conversation, statelessly. Streams if stream is true."""
     service = service_of(request)
     ask, headers = await service.read(request, ResponsesRequest)
     check_state(ask)

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, in the shapes of llama-server and of vLLM, GET /tokenizer_info."""
+"""POST /tokenize and /detokenize (in the shapes of llama-server and vLLM), GET /tokenizer_info."""
 
 from __future__ import annotations
 
@@ -41,12 +41,14 @@ async def _encode(service: Service, ask: TokenizeRequest) -> tuple[int, ...]:
 
 @router.post("/tokenize", openapi_extra=json_schema(TokenizeRequest))
 async def tokenize(request: Request) -> Response:
-    """Text or messages to token ids."""
+    """Turn a text or messages into token ids."""
     service = service_of(request)
     ask, headers = await service.read(request, TokenizeRequest)
     given = [name for name in ("content", "prompt", "messages") if getattr(ask, name) is not None]
     if len(given) != 1:
-        message = f"Exactly one of content, prompt and messages is needed, not {len(given)}."
+        message = (
+            f"Exactly one of content, prompt and messages is required; {len(given)} were given."
+        )
         raise RequestError(message, param="prompt")
     ids = await _encode(service, ask)
     tokens: Any = ids
@@ -60,7 +62,8 @@ async def tokenize(request: Request) -> Response:
 
 @router.post("/detokenize", openapi_extra=json_schema(DetokenizeRequest))
 async def detokenize(request: Request) -> Response:
-    """Token ids to text, special tokens shown: "content" (llama-server), "prompt" (vLLM)."""
+    """Turn token ids into text that shows special tokens: as `content` (llama-server) and `prompt`
+    (vLLM)."""
     service = service_of(request)
     ask, headers = await service.read(request, DetokenizeRequest)
     tokenizer = service.engine.card.tokenizer
@@ -75,7 +78,7 @@ async def detokenize(request: Request) -> Response:
 
 @router.get("/tokenizer_info")
 async def tokenizer_info(request: Request) -> Response:
-    """What clients that have texts tokenised here need to know besides, in vLLM's shape."""
+    """Special tokens, chat template and context, in vLLM's shape."""
     service = service_of(request)
     check_ready(service.engine, service.metrics)
     card = service.engine.card
