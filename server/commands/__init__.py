@@ -1,7 +1,7 @@
 """What runs `cflow COMMAND`.
 
-`cli` lists the commands; their code is in `serve`, `talk` (run, chat), `files` (convert, inspect, synth),
-`measure` (bench, perplexity, doctor, plan) and `lab`. They share `options` (flags), `models` (from a
+`cli` lists the commands; their code is in `serve`, `talk` (run, chat), `files` (convert, inspect, plan, synth),
+`measure` (bench, perplexity, doctor) and `lab`. They share `options` (flags), `models` (from a
 reference to a model file), `progress` and `output`.
 
 A command imports what it runs inside its function, so that `--help` and errors stay fast. May import
