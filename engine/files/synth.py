@@ -1,4 +1,4 @@
-"""Random models of a real shape, for sizing, load and fault tests: q4_0 and a byte tokenizer."""
+"""Models of a real shape with random q4_0 weights and a byte tokenizer, for sizing and tests."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ from cflow.engine.files.models.spec import MAX_LAYERS, LayerSpec, ModelSpec, Rop
 from cflow.engine.files.models.vocabulary import byte_vocabulary
 
 SHAPES = Path(__file__).parents[2] / "configs" / "shapes"
-POOL_BLOCKS = 4099  # of random codes per stripe height; a prime, so that tensors repeat out of step
-ADDED = ("o", "down", "shared_down", "expert_down")  # what a layer adds to the stream
+POOL_BLOCKS = (
+    4099  # random blocks per stripe height; a prime, so that tensors do not repeat in step
+)
+ADDED = ("o", "down", "shared_down", "expert_down")  # outputs that a layer adds to the stream
 CODE_STD = math.sqrt((16**2 - 1) / 12)  # of a uniform 4-bit code
 
 
@@ -30,7 +32,7 @@ def shape_names() -> list[str]:
 
 
 def load_shape(shape: str) -> ModelSpec:
-    """A shape by name, or from a .toml file: the fields of ModelSpec, [layer] those of LayerSpec."""
+    """A shape by name or from a .toml file: fields of ModelSpec, and of LayerSpec in [layer]."""
     path = Path(shape) if shape.endswith(".toml") else SHAPES / f"{shape}.toml"
     if shape not in shape_names() and not (shape.endswith(".toml") and os.path.isfile(path)):
         raise ModelError(f"no shape {shape!r}; there are {', '.join(shape_names())}")
@@ -40,7 +42,7 @@ def load_shape(shape: str) -> ModelSpec:
         rope = Rope(**layer.pop("rope"))
         n_layers = table.pop("n_layers")
         one = LayerSpec(rope=rope, norm_eps=table["norm_eps"], **layer)
-        one.fields(0)  # finds names of kinds that do not exist
+        one.fields(0)  # raises for unknown names of kinds
         spec = ModelSpec(name=path.stem, layers=[one] * min(n_layers, MAX_LAYERS + 1), **table)
         spec.check()
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -56,16 +58,16 @@ def synth(
     order: str | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Writes a model of that shape, whole or not at all. The same seed gives the same weights.
+    """Write a model of that shape, whole or not at all. The same seed gives the same weights.
 
-    order: as for convert.
+    order: as in convert().
     """
     order = order_of(out, order)
     write(ordered(_contents(load_shape(shape), seed), order), out, progress)
 
 
 def synth_header(shape: str, out: Path) -> None:
-    """The same file without its weights, for planning."""
+    """Write the file without its weights, for planning."""
     write_header(_contents(load_shape(shape), 0), out)
 
 
@@ -96,10 +98,11 @@ def _metadata(spec: ModelSpec) -> dict[str, Any]:
 
 
 class _Random:
-    """Weights of standard deviation 1 / sqrt(columns), which keeps values their size. As in GPT-2, what
-    a layer adds to the stream is less by sqrt(2 layers): beside an embedding of size 1 the stream
-    stays its token's own, and routers choose almost evenly. A tied embedding has the head's size.
-    """
+    """Random weights with a standard deviation of 1 / sqrt(columns), which preserves magnitudes.
+
+    As in GPT-2, what a layer adds to the stream is smaller by sqrt(2 layers). So the stream stays
+    close to an embedding of magnitude 1, and routers choose almost evenly. A tied embedding has the
+    magnitude of the head."""
 
     def __init__(self, spec: ModelSpec, seed: int) -> None:
         self._random = np.random.default_rng(seed)
@@ -122,7 +125,7 @@ class _Random:
         return [self._codes(role, block, *shape) for _ in range(n_experts)]
 
     def _vector(self, role: str, block: int, n_cols: int) -> Weight:
-        """Norms are 1, biases 0."""
+        """Norms of 1, biases of 0."""
         value = np.full((1, n_cols), 0.0 if role.endswith("bias") else 1.0, "<f4")
         return Weight(role, block, "f32", 1, n_cols, lambda *_: value.view(np.uint8), True)
 
@@ -147,8 +150,9 @@ class _Random:
         return Weight(role, block, "q4_0", n_rows, n_cols, stripes)
 
     def _pool(self, rows: int, n_cols: int, gain: float) -> Bytes:
-        """(POOL_BLOCKS, bytes of a q4_0 block of `rows` rows). The scales' signs are random too, or
-        the codes' mean of -1/2 would make all outputs alike."""
+        """Random q4_0 blocks of `rows` rows: (POOL_BLOCKS, bytes of a block).
+
+        Scales have random signs; otherwise the codes' mean of -1/2 would make all outputs alike."""
         key = rows, n_cols, gain
         if key not in self._pools:
             n_codes = rows * 16

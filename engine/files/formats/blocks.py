@@ -1,4 +1,4 @@
-"""GGML's quantised blocks as Planes. Every conversion is exact, but for Q5_K (see there)."""
+"""GGML's quantised blocks as Planes. Every conversion is exact except Q5_K; see _q5_k."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cflow.engine.files.formats.tiles import Array, Bytes, Planes
 
 @dataclass(frozen=True)
 class BlockType:
-    """A GGML type we read: n_values to a block of n_bytes, and the encoding that holds it."""
+    """A GGML type: n_values in a block of n_bytes, and the encoding that holds it."""
 
     n_values: int
     n_bytes: int
@@ -31,7 +31,7 @@ def _rows(blocks: Array) -> Array:
 
 
 def _nibbles(raw: Bytes) -> Bytes:
-    """The last axis' low nibbles, then its high nibbles."""
+    """The low nibbles of the last axis, then its high nibbles."""
     return np.concatenate([raw & 15, raw >> 4], axis=-1)
 
 
@@ -52,7 +52,7 @@ def _q4_1(raw: Bytes) -> Planes:
 
 
 def _q5_0(raw: Bytes) -> Planes:
-    """Codes 0..31 less 16 are well inside q8_0."""
+    """Q5_0 as q8_0: codes 0..31, less 16."""
     high = np.unpackbits(raw[..., 2:6], axis=-1, bitorder="little")
     codes = (_nibbles(raw[..., 6:]) | (high << 4)) + np.uint8(128 - 16)
     return Planes("q8_0", _rows(codes), {"d": _half(raw[..., :2])})
@@ -63,7 +63,7 @@ def _q8_0(raw: Bytes) -> Planes:
 
 
 def _k_scales(packed: Bytes) -> tuple[Bytes, Bytes]:
-    """Eight 6-bit scales and minimums from 12 bytes, as Q4_K and Q5_K pack them."""
+    """Eight 6-bit scales and minimums from the 12 bytes of a Q4_K or Q5_K block."""
     low, mid, high = packed[..., :4], packed[..., 4:8], packed[..., 8:]
     scales = np.concatenate([low & 63, (high & 15) | ((low >> 6) << 4)], axis=-1)
     minimums = np.concatenate([mid & 63, (high >> 4) | ((mid >> 6) << 4)], axis=-1)
@@ -71,7 +71,7 @@ def _k_scales(packed: Bytes) -> tuple[Bytes, Bytes]:
 
 
 def _by_64(raw: Bytes) -> Bytes:
-    """Codes of 128 bytes: each 32 hold 32 columns in low, the next 32 in high nibbles."""
+    """Codes of 128 bytes: each 32 bytes hold 32 columns in low nibbles, the next 32 in high ones."""
     return _nibbles(raw.reshape(*raw.shape[:-1], 4, 32)).reshape(*raw.shape[:-1], 256)
 
 
@@ -87,10 +87,10 @@ def _q4_k(raw: Bytes) -> Planes:
 
 
 def _q5_k(raw: Bytes) -> Planes:
-    """d * scale and dmin * minimum are rounded to f16, as q8_1 keeps them: 2^-11 of each."""
+    """Q5_K as q8_1, which rounds d * scale and dmin * minimum to f16: a relative error of 2^-11."""
     scales, minimums = _k_scales(raw[..., 4:16])
     d, dmin = (_half(raw[..., i : i + 2]).astype(np.float32)[..., None] for i in (0, 2))
-    with np.errstate(over="ignore", invalid="ignore"):  # not finite: refused as such
+    with np.errstate(over="ignore", invalid="ignore"):  # infinite results are rejected later
         fields = {
             "d": _rows((d * scales).astype(np.float16)),
             "m": _rows((-dmin * minimums).astype(np.float16)),
@@ -101,7 +101,7 @@ def _q5_k(raw: Bytes) -> Planes:
 
 
 def _q6_k(raw: Bytes) -> Planes:
-    """Per 128 columns: 64 bytes of low nibbles, 32 bytes of high pairs."""
+    """Q6_K: per 128 columns 64 bytes of low nibbles, then 32 bytes of high bit pairs."""
     low = raw[..., :128].reshape(*raw.shape[:-1], 2, 64)
     pairs = raw[..., 128:192].reshape(*raw.shape[:-1], 2, 1, 32)
     high = (pairs >> np.array([0, 2, 4, 6], np.uint8)[:, None]) & 3

@@ -1,6 +1,6 @@
-"""Writes .cflow and .vflow files as docs/format.md draws them: whole, or not at all.
+"""Writer of .cflow and .vflow files (docs/format.md): whole, or not at all.
 
-The layout is computed from shapes alone; the weights then stream through, a few MiB at a time.
+The layout is computed from shapes alone; then weights stream through, a few MiB at a time.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ PAGE = 4096
 LINE = 64
 RUN_BYTES = 1 << 20
 CHUNK_BYTES = 8 << 20
-MODEL_LEVEL: int = native.const.CFLOW_MODEL_LEVEL  # the block of what belongs to no layer
+MODEL_LEVEL: int = native.const.CFLOW_MODEL_LEVEL  # block of tensors that belong to no layer
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A tensor to write. stripes(first, n): those of a matrix, as bytes (n, stripe bytes); a vector
+    """A tensor to write. stripes(first, n): stripes of a matrix as bytes (n, stripe bytes); a vector
     is one stripe of n_cols f32."""
 
     role: str  # of cflow_role, lower case without the prefix
@@ -54,15 +54,15 @@ class Weight:
         return 1 if self.is_vector else n_stripes(self.n_rows)
 
 
-Run = tuple[Weight, ...]  # interleaved by stripe: gate and up; most runs are one weight
+Run = tuple[Weight, ...]  # weights interleaved by stripe (gate and up); most runs have one
 
 
 @dataclass(frozen=True)
 class Contents:
-    """All a file holds. header, layers: fields of cflow_header and cflow_layer.
+    """Everything that a file holds. header, layers: fields of cflow_header and cflow_layer.
 
-    resident, experts: in file order. experts: per block that has them, per expert, its runs; every
-    expert of a block has the same shapes.
+    resident, experts: in file order. experts: by block with experts, then by expert, its runs; all
+    experts of a block have the same shapes.
     """
 
     header: dict[str, Any]
@@ -75,12 +75,12 @@ class Contents:
 
 
 def write(contents: Contents, path: Path, progress: Progress | None = None) -> None:
-    """Writes path through a temporary file beside it. On any failure nothing is left behind."""
+    """Write path through a temporary file beside it. A failure leaves nothing behind."""
     _Writer(contents, path, progress).run()
 
 
 def write_header(contents: Contents, path: Path) -> None:
-    """Only what comes before the banks: a planner needs no weights."""
+    """Write the sections before the banks only: a planner needs no weights."""
     _Writer(contents, path, None).run_header()
 
 
@@ -92,7 +92,7 @@ class _Writer:
         self._done = 0
         self._tensors: list[dict[str, Any]] = []
         metadata = json.dumps(contents.metadata, ensure_ascii=False, sort_keys=True)
-        self._metadata = metadata.encode(errors="replace")  # a file's name may be no UTF-8
+        self._metadata = metadata.encode(errors="replace")  # file names may not be UTF-8
         self._resident_bytes = self._place(contents.resident)
         self._record_bytes = {
             block: self._place(experts[0]) for block, experts in contents.experts.items()
@@ -101,7 +101,7 @@ class _Writer:
         self._sections = self._place_sections()
 
     def _place(self, runs: Sequence[Run]) -> int:
-        """Adds the runs' tensor entries; returns the bytes they take in their bank or record."""
+        """Add tensor entries for the runs; return the bytes that they take in their bank or record."""
         at = 0
         for run in runs:
             stride = sum(weight.stripe_bytes for weight in run)
@@ -113,7 +113,7 @@ class _Writer:
         return at
 
     def _place_records(self) -> list[dict[str, Any]]:
-        """In file order; the table is by block and expert."""
+        """Place records in file order; their table is ordered by block and expert."""
         records, offset = [], 0
         for block, experts in self._contents.experts.items():
             n_bytes = self._record_bytes[block]
@@ -124,7 +124,7 @@ class _Writer:
         return records
 
     def _place_sections(self) -> dict[str, dict[str, int]]:
-        """Offsets and sizes, in the order of cflow_section_id and of the file."""
+        """Offsets and sizes of the sections, in the order of cflow_section_id and of the file."""
         sizes = {
             "layers": native.sizeof("cflow_layer") * len(self._contents.layers),
             "tensors": native.sizeof("cflow_tensor") * len(self._tensors),
@@ -190,7 +190,7 @@ class _Writer:
         self._write_small(file, run_crcs)
 
     def _write_small(self, file: BinaryIO, run_crcs: bytes) -> None:
-        """Everything but the banks, which were written before: their CRCs are known."""
+        """Write everything but the banks, whose CRCs are known by now."""
         small = {
             "layers": _structs("cflow_layer", self._contents.layers),
             "tensors": _structs("cflow_tensor", self._tensors),
@@ -226,7 +226,7 @@ class _Writer:
         return body + native.crc32c(body).to_bytes(4, "little")
 
     def _write_resident(self, file: BinaryIO) -> bytes:
-        """Writes the bank; returns its run CRCs."""
+        """Write the resident bank; return the CRCs of its runs."""
         file.seek(self._sections["resident"]["offset"])
         crcs: list[int] = []
         crc, filled = 0, 0
@@ -282,7 +282,7 @@ def _tensor(weight: Weight, offset: int, stride: int) -> dict[str, Any]:
 
 
 def _bank(runs: Sequence[Run]) -> Iterator[memoryview]:
-    """The bytes of a bank or a record, run by run, each padded to 64."""
+    """The bytes of a bank or record, run by run, each padded to 64 bytes."""
     for run in runs:
         stride = sum(weight.stripe_bytes for weight in run)
         total = run[0].n_stripes

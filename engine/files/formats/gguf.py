@@ -1,4 +1,4 @@
-"""A strict reader of GGUF files, versions 2 and 3, little-endian. The file is not trusted.
+"""A strict reader of GGUF files, versions 2 and 3, little-endian. Files are not trusted.
 
 Layout: magic, u32 version, u64 tensors, u64 keys; the keys (string, u32 type, value); the tensor
 infos (string, u32 dims, u64 each, u32 type, u64 offset); padding; the data.
@@ -27,7 +27,7 @@ MAX_DIMS = 4
 MAX_NAME_BYTES = 255
 MAX_KEY_BYTES = 65535
 MAX_STRING_BYTES = 1 << 26
-MAX_ENTRIES = 1 << 24  # of an array, and of the tables of keys and tensors
+MAX_ENTRIES = 1 << 24  # entries of an array, keys, tensors
 MAX_ALIGNMENT = 1 << 16
 READ_AHEAD = 1 << 20
 
@@ -51,7 +51,7 @@ Value = int | float | bool | str | list[str] | NDArray[Any]
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """shape: outermost first, so a matrix is (rows, columns). offset: from the file's start."""
+    """shape: outermost first, so a matrix is (rows, columns). offset: from the start of the file."""
 
     name: str
     shape: tuple[int, ...]
@@ -106,7 +106,7 @@ class GgufFile:
 
 
 class _Header:
-    """Reads everything before the data, each length checked against what the file still holds."""
+    """Reads everything before the data; checks each length against the rest of the file."""
 
     def __init__(self, file: InputFile) -> None:
         self._file = file
@@ -212,7 +212,7 @@ class _Header:
         return np.frombuffer(data, dtype)
 
     def _refuse_split(self) -> None:
-        """Several files make one model: all their parts would be needed."""
+        """Raise ModelError for a part of a split model."""
         n_parts = self.metadata.get("split.count", 1)
         match = re.search(r"-(\d{5})-of-(\d{5})\.gguf$", self._file.path.name)
         if isinstance(n_parts, int) and n_parts > 1 and match is None:
@@ -271,7 +271,7 @@ class _Header:
         return value
 
     def _placed(self, infos: list[GgufTensor]) -> dict[str, GgufTensor]:
-        """Offsets made absolute, after checking that all lies apart and inside the file."""
+        """Tensors with absolute offsets. Raises ModelError if they overlap or leave the file."""
         alignment = self._alignment()
         start = -(-self._at // alignment) * alignment
         tensors: dict[str, GgufTensor] = {}

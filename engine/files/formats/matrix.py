@@ -1,4 +1,4 @@
-"""A matrix or vector of a source file: a shape, and rows on demand."""
+"""A matrix or vector of a source file: its shape, and rows on demand."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from cflow.engine.files.formats.tiles import Floats, Planes
 
 @dataclass(frozen=True)
 class Matrix:
-    """n_rows x n_cols numbers; a vector is one row. `read(first, n)` gives n rows as Planes."""
+    """n_rows x n_cols numbers; a vector is one row. read(first, n): n rows as Planes."""
 
     name: str
     n_rows: int
     n_cols: int
-    encoding: str  # the one that holds it exactly
+    encoding: str  # that holds it exactly
     read: Callable[[int, int], Planes]
 
     def rows(self, first: int, n: int, encoding: str) -> Planes:
-        """Rows [first, first + n) in any encoding, checked to be finite."""
+        """Rows [first, first + n) in any encoding. Raises ModelError for NaN and infinity."""
         planes = self.read(first, n)
         if not planes.is_finite():
             raise ModelError(f"tensor {self.name} holds NaN or infinite values")
@@ -31,9 +31,9 @@ class Matrix:
         return planes
 
     def floats(self) -> Floats:
-        """All of it as f32 (n_rows, n_cols)."""
+        """All rows as f32 (n_rows, n_cols)."""
         return values(self.rows(0, self.n_rows, "f32"))
 
     def part(self, first: int, n: int) -> Matrix:
-        """Rows [first, first + n) as a matrix of its own."""
+        """Rows [first, first + n) as a matrix."""
         return replace(self, n_rows=n, read=lambda start, count: self.read(first + start, count))

@@ -1,4 +1,4 @@
-"""The order of the weights in a file: layer by layer, or as the stages of the plan read them."""
+"""Order of the weights in a file: by layer, or as the stages of the plan read them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ SUFFIXES = {"layer": ".cflow", "stage": ".vflow"}
 
 
 def order_of(path: Path, order: str | None) -> str:
-    """The order to write `path` in: the one asked for, else that of its suffix, else by layer.
+    """The order to write `path` in: `order` if given, else by the suffix, else "layer".
 
-    ModelError if name and order contradict each other.
+    Raises ModelError if name and order contradict each other.
     """
     by_suffix = {suffix: name for name, suffix in SUFFIXES.items()}
     named = by_suffix.get(path.suffix)
@@ -31,12 +31,12 @@ def order_of(path: Path, order: str | None) -> str:
 
 
 def ordered(contents: Contents, order: str) -> Contents:
-    """Contents that are in layer order, in the order asked for."""
+    """Contents, given in layer order, in the requested order."""
     return contents if order == "layer" else _by_stage(contents)
 
 
 def _by_stage(contents: Contents) -> Contents:
-    """Weights and experts each where the plan first reads them."""
+    """Contents sorted by where the plan first reads each weight and expert."""
     rank = _ranks(contents)
     return replace(
         contents,
@@ -49,7 +49,7 @@ def _by_stage(contents: Contents) -> Contents:
 
 
 def _ranks(contents: Contents) -> dict[tuple[int, str], int]:
-    """By block and role, what the C planner says of a file without weights."""
+    """Rank of each (block, role), from the C planner on a file without weights."""
     with tempfile.TemporaryDirectory(prefix="cflow-order-") as folder:
         path = Path(folder) / "header.cflow"
         write_header(contents, path)

@@ -1,4 +1,4 @@
-"""Files read by offset: bounded, never mapped, so a file that shrinks is an error and no signal."""
+"""Reading files by offset, never mapped: a file that shrinks is an error, not a signal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class InputFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            # Opening a pipe would otherwise wait for somebody to write.
+            # Without O_NONBLOCK, opening a pipe blocks until somebody writes.
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise ModelError(f"cannot open {path}: {error.strerror}") from error
@@ -27,7 +27,7 @@ class InputFile:
         self.n_bytes = status.st_size
 
     def read(self, offset: int, n_bytes: int) -> bytes:
-        """Exactly n_bytes from offset; ModelError where the file has no such bytes."""
+        """Exactly n_bytes from offset. Raises ModelError if the file ends before."""
         parts = []
         while n_bytes > 0:
             try:

@@ -1,4 +1,4 @@
-"""Numbers out of Planes and back: q4_0, q4_1 and q8_0 as GGML's reference quantisers round."""
+"""Planes to numbers and back. q4_0, q4_1 and q8_0 round as GGML's reference quantisers do."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ QUANTISERS = ("f32", "f16", "bf16", "q8_0", "q4_1", "q4_0")
 
 
 def values(planes: Planes) -> Floats:
-    """The numbers (n_rows, n_cols) that planes stand for; docs/format.md has the formulas."""
+    """The numbers (n_rows, n_cols) of planes, by the formulas of docs/format.md."""
     codes = planes.codes
     if planes.encoding in ("f32", "f16"):
         return codes.astype(np.float32)
@@ -35,8 +35,8 @@ def values(planes: Planes) -> Floats:
 
 
 def encode(planes: Planes, encoding: str) -> Planes:
-    """planes in another encoding, one of QUANTISERS; itself where it already is. What is too large
-    for it comes out infinite."""
+    """Planes in another encoding, one of QUANTISERS; unchanged if they are in it already. Values that
+    are too large become infinite."""
     if planes.encoding == encoding:
         return planes
     numbers = values(planes)
@@ -61,19 +61,19 @@ def _quantised(numbers: Floats, encoding: str) -> Planes:
 
 
 def _bf16(numbers: Floats) -> Array:
-    """To nearest, ties to even; the caller has refused NaN."""
+    """Round to nearest, ties to even. Values must not be NaN."""
     bits = numbers.view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
 def _inverse(scale: Floats) -> Floats:
-    """1 / scale, and 0 where that would not be finite."""
+    """1 / scale, or 0 if that is not finite."""
     usable = np.abs(scale) >= np.finfo(np.float32).tiny
     return (usable / np.where(usable, scale, np.float32(1)))[..., None].astype(np.float32)
 
 
 def _q4_0(blocks: Floats) -> tuple[Array, dict[str, Floats]]:
-    """The value of the largest magnitude becomes code 0."""
+    """q4_0: the value of the largest magnitude becomes code 0."""
     index = np.abs(blocks).argmax(axis=2, keepdims=True)
     scale = np.take_along_axis(blocks, index, axis=2)[..., 0] / np.float32(-8)
     codes = np.trunc(blocks * _inverse(scale) + np.float32(8.5)).clip(0, 15)

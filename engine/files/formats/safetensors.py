@@ -1,4 +1,4 @@
-"""A strict reader of Hugging Face folders: config.json and safetensors shards. Nothing is trusted.
+"""A strict reader of Hugging Face folders: config.json and safetensors shards. Files are not trusted.
 
 A shard is u64 header bytes, a JSON header {name: {dtype, shape, data_offsets}}, and the data.
 """
@@ -18,7 +18,7 @@ from cflow.engine.files.formats.matrix import Matrix
 from cflow.engine.files.formats.pread import InputFile
 from cflow.engine.files.formats.tiles import Planes
 
-MAX_HEADER_BYTES = 100_000_000  # the limit of the format's own library
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 MAX_JSON_BYTES = 256 << 20
 MAX_DIMS = 8
 MAX_SHARDS = 10_000
@@ -34,7 +34,7 @@ DTYPES: dict[str, tuple[str, np.dtype[Any]]] = {
 
 @dataclass(frozen=True)
 class SafeTensor:
-    """offset: from the start of its file."""
+    """A tensor of a shard. offset: from the start of the file."""
 
     name: str
     shape: tuple[int, ...]
@@ -94,7 +94,7 @@ class Shard:
         return {name: tensor for name, (tensor, _) in tensors.items()}
 
     def _tensor(self, name: str, entry: Any, start: int) -> tuple[SafeTensor, int]:
-        """The tensor and where it ends."""
+        """The tensor, and the offset of its end."""
         try:
             dtype, shape = entry["dtype"], tuple(entry["shape"])
             first, end = entry["data_offsets"]
@@ -116,7 +116,7 @@ class Shard:
         return SafeTensor(name, shape, dtype, start + first), start + end
 
     def _check_places(self, tensors: dict[str, tuple[SafeTensor, int]], start: int) -> None:
-        """All lie inside the file, one behind the other."""
+        """Raise ModelError if tensors overlap or leave the file."""
         end, last = start, ""
         for tensor, tensor_end in sorted(tensors.values(), key=lambda pair: pair[0].offset):
             if tensor.offset < end and last:
@@ -132,7 +132,7 @@ class Shard:
 
 
 class SafetensorsFolder:
-    """config: of config.json. tensors: of all shards, by name."""
+    """config: config.json. tensors: of all shards, by name."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -146,14 +146,14 @@ class SafetensorsFolder:
             raise
 
     def json(self, name: str) -> dict[str, Any]:
-        """A JSON object of the folder; ModelError where it is absent."""
+        """A JSON object of the folder. Raises ModelError if it is missing."""
         data = self.text(name)
         if data is None:
             raise ModelError(f"{self.path} has no {name}")
         return parse_json(data, str(self.path / name))
 
     def text(self, name: str) -> bytes | None:
-        """A whole file of the folder, None where it is absent."""
+        """The bytes of a file of the folder, None if it is missing."""
         path = self.path / name
         if not path.exists():
             return None
@@ -202,7 +202,7 @@ class SafetensorsFolder:
         self.tensors[tensor.name] = tensor
 
     def _weight_map(self) -> dict[str, str] | None:
-        """Tensor name to shard name; None where one file holds all."""
+        """Tensor name to shard name; None if a single file holds all tensors."""
         if not (self.path / INDEX).exists():
             if not (self.path / SINGLE).exists():
                 raise ModelError(f"{self.path} has neither {SINGLE} nor {INDEX}")
@@ -219,8 +219,8 @@ class SafetensorsFolder:
         return {str(tensor): str(name) for tensor, name in weight_map.items()}
 
     def _inside(self, name: str) -> Path:
-        """The path of a file that lies directly in the folder. A symlink may leave the folder only
-        towards its own snapshot's blobs, as the hub's cache lays them."""
+        """The path of a file directly in the folder. A symlink may leave the folder only towards the
+        blobs of its own snapshot, as in the hub's cache."""
         if not name or name in (".", "..") or any(c in name for c in "/\\\0"):
             raise ModelError(f"{self.path}: {name!r} is not a plain file name")
         path = self.path / name
@@ -234,7 +234,7 @@ class SafetensorsFolder:
 
 
 def parse_json(data: bytes, origin: str) -> dict[str, Any]:
-    """A JSON object without duplicate keys; ModelError otherwise."""
+    """A JSON object without duplicate keys. Raises ModelError otherwise."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)

@@ -1,7 +1,7 @@
-"""Matrices as stripes: the bit layout of docs/format.md, written with numpy.
+"""Matrices as stripes: the bit layout of docs/format.md, in numpy.
 
-Rows come as Planes: one array per field of an encoding, each (n_rows, something). `pack` lays them
-out; `values` and `encode` turn them into numbers and into other encodings.
+Rows are Planes: one array for each field of an encoding, each with n_rows rows. `pack` lays them out;
+`values` and `encode` (quantise.py) turn them into numbers and other encodings.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ TILE_COLS = 256
 class Form:
     """How an encoding stores a group of 16 rows and 32 columns.
 
-    bits: of a value's code. zero: the code of a padding value. block_fields: what each row has per
-    block, in file order, after the codes. tile_fields: what each row has per 256 columns.
+    bits: of a code. zero: code of padding values. block_fields: fields of each row in a block, in file
+    order, after the codes. tile_fields: fields of each row per 256 columns.
     """
 
     bits: int
@@ -38,11 +38,11 @@ class Form:
 
     @property
     def cols(self) -> int:
-        """Columns are padded to a multiple of this."""
+        """Columns are padded to a multiple of this number."""
         return TILE_COLS if self.tile_fields else BLOCK_COLS
 
     def row_bytes(self, n_cols: int) -> int:
-        """Bytes a row takes, padding columns included."""
+        """Bytes of a row, padding columns included."""
         n_units = -(-n_cols // self.cols)
         block = self.bits * BLOCK_COLS // 8 + self.block_field_bytes * len(self.block_fields)
         return n_units * (self.cols // BLOCK_COLS * block + 2 * len(self.tile_fields))
@@ -75,7 +75,7 @@ class Planes:
     fields: dict[str, Array]
 
     def is_finite(self) -> bool:
-        """False where a value or a scale is NaN or infinite."""
+        """Whether every value and scale is finite."""
         if self.encoding == "bf16":
             return not bool(np.any((self.codes & 0x7F80) == 0x7F80))
         floats = [a for a in (self.codes, *self.fields.values()) if a.dtype.kind == "f"]
@@ -98,7 +98,7 @@ def stripe_bytes(encoding: str, n_rows: int, n_cols: int) -> int:
 
 
 def pack(planes: Planes, rows: int) -> Bytes:
-    """Stripes of `rows` rows: (ceil(n_rows / rows), bytes of a stripe)."""
+    """The planes as stripes of `rows` rows: bytes (ceil(n_rows / rows), bytes of a stripe)."""
     form = FORMS[planes.encoding]
     n_rows, n_cols = planes.codes.shape
     n = -(-n_rows // rows)
@@ -125,13 +125,13 @@ def _padded(values: Array, n_rows: int, n_cols: int, fill: int) -> Array:
 
 
 def _flat(grid: Array) -> Bytes:
-    """(n, blocks, ...) of any type to bytes (n, blocks, all the rest)."""
+    """(n, blocks, ...) of any type to bytes (n, blocks, bytes)."""
     flat = np.ascontiguousarray(grid).reshape(*grid.shape[:2], -1)
     return flat.view(np.uint8)
 
 
 def _field(values: Array, n: int, rows: int, n_units: int) -> Bytes:
-    """One value a row and block (or tile): (n, n_units, rows) in row order, as bytes."""
+    """One value per row and block (or tile): (n, n_units, rows), as bytes."""
     padded = _padded(values, n * rows, n_units, 0)
     return _flat(padded.reshape(n, rows, n_units).transpose(0, 2, 1))
 

@@ -1,4 +1,4 @@
-"""The supported architectures: what their names imply that their files do not say."""
+"""Supported architectures: what a name implies that the files do not state."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from cflow.engine.base.errors import ModelError
 class Architecture:
     """name: GGUF's general.architecture. classes: entries of config.json's "architectures".
 
-    gguf_rope: GGUF's converter permutes llama's Q and K rows, so that pairs lie side by side.
-    renormalise: whether a token's expert weights sum to 1, where GGUF does not say.
+    gguf_rope: of a GGUF file, whose converter permutes the Q and K rows of llama so that rotated pairs
+    are adjacent. renormalise: whether the expert weights of a token sum to 1, if GGUF does not say.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The order of a model's weights in its file: that in which compute consumes them."""
+"""A model's weights in layer order: the order in which a step consumes them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Shape = tuple[int, ...]
 
 
 class Origin(Protocol):
-    """Where weights come from: a file, or a random generator."""
+    """A source of weights: a file, or a random generator."""
 
     def weight(self, role: str, block: int, shape: Shape) -> Weight: ...
 
@@ -19,7 +19,7 @@ class Origin(Protocol):
 
 
 def resident(spec: ModelSpec, origin: Origin) -> list[Run]:
-    """The resident bank. A tied embedding is the head, and so goes last."""
+    """The resident bank. A tied embedding is also the head, so it goes last."""
     shapes = spec.global_shapes()
     last = "embedding" if spec.tied else "head"
     runs: list[Run] = []
@@ -33,7 +33,7 @@ def resident(spec: ModelSpec, origin: Origin) -> list[Run]:
 
 
 def expert_records(spec: ModelSpec, origin: Origin) -> dict[int, list[list[Run]]]:
-    """Per block with experts and per expert the record: gate and up interleaved, then down."""
+    """Records by block with experts, then by expert: gate and up interleaved, then down."""
     records = {}
     for block, layer in enumerate(spec.layers):
         if not layer.n_experts:
@@ -45,7 +45,7 @@ def expert_records(spec: ModelSpec, origin: Origin) -> dict[int, list[list[Run]]
 
 
 def _interleaved(weights: list[Weight]) -> list[Run]:
-    """Weights as runs: an up joins the gate before it."""
+    """Weights as runs: an up joins the run of the gate before it."""
     runs: list[Run] = []
     for weight in weights:
         if weight.role in ("up", "shared_up", "expert_up"):

@@ -1,4 +1,4 @@
-"""Typed, bounded access to a model's own keys: GGUF metadata, or a JSON config."""
+"""Typed, bounded access to the keys of a model: GGUF metadata, or a JSON config."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ MAX_COUNT = 1 << 31
 
 
 class Fields:
-    """Keys of one origin. A key that is absent or null takes `default`; None means it is needed."""
+    """Keys of one origin. A missing or null key gets `default`; with None it is an error.
+
+    Every method raises ModelError that names origin, key and value."""
 
     def __init__(self, values: Mapping[str, Any], origin: str, prefix: str = "") -> None:
         self._values = values
@@ -35,7 +37,7 @@ class Fields:
     ) -> int:
         value = self._known(key, default)
         if isinstance(value, bool) or not isinstance(value, int):
-            raise self.error(key, f"is {_short(value)}, an integer is needed")
+            raise self.error(key, f"is {_short(value)}, an integer is required")
         if not low <= value <= high:
             raise self.error(key, f"is {value}, {low} to {high} is allowed")
         return value
@@ -43,7 +45,7 @@ class Fields:
     def number(self, key: str, default: float | None = None) -> float:
         value = self._known(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.error(key, f"is {_short(value)}, a number is needed")
+            raise self.error(key, f"is {_short(value)}, a number is required")
         if not math.isfinite(value) or abs(value) > 3e38:
             raise self.error(key, f"is {value}, which is not finite")
         return float(value)
@@ -57,26 +59,26 @@ class Fields:
     def flag(self, key: str, default: bool | None = None) -> bool:
         value = self._known(key, default)
         if not isinstance(value, bool):
-            raise self.error(key, f"is {_short(value)}, true or false is needed")
+            raise self.error(key, f"is {_short(value)}, true or false is required")
         return value
 
     def text(self, key: str, default: str | None = None) -> str:
         value = self._known(key, default)
         if not isinstance(value, str):
-            raise self.error(key, f"is {_short(value)}, a string is needed")
+            raise self.error(key, f"is {_short(value)}, a string is required")
         return value
 
     def ids(self, key: str) -> list[int]:
-        """A token id, a list of them, or nothing."""
+        """Token ids from an id, a list of ids, or nothing."""
         value = self.get(key)
         ids = value if isinstance(value, list) else [] if value is None else [value]
         for token in ids:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < MAX_COUNT:
-                raise self.error(key, f"is {_short(value)}, token ids are needed")
+                raise self.error(key, f"is {_short(value)}, token ids are required")
         return ids
 
     def refuse(self, key: str, *neutral: Any) -> None:
-        """A key that changes what the model computes, in a way we lack."""
+        """Reject a key whose value changes what the model computes in an unsupported way."""
         value = self.get(key)
         if value is not None and (isinstance(value, np.ndarray) or value not in neutral):
             raise self.error(key, f"is {_short(value)}, which is not supported")

@@ -1,4 +1,4 @@
-"""A model out of a GGUF file: its keys as a ModelSpec, its tensors by role."""
+"""A model from a GGUF file: keys to a ModelSpec, tensors by role."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ NAMING = Naming(
     ignored=r"rope_freqs\.weight",
 )
 
-# Keys of an architecture that change what it computes, and the values that do not.
+# Keys that change what an architecture computes, and the value that changes nothing.
 REFUSED: dict[str, tuple[float | bool, ...]] = {
     "attention.clamp_kqv": (0.0,),
     "attention.scale": (0.0,),
@@ -71,7 +71,7 @@ def weights(file: GgufFile) -> Weights:
 
 
 def spec(file: GgufFile) -> ModelSpec:
-    """Every layer of these architectures is alike in GGUF."""
+    """The spec of a file. All layers of these architectures are alike in GGUF."""
     origin = str(file.path)
     general = Fields(file.metadata, origin, "general.")
     architecture = by_name(general.text("architecture"), origin)
@@ -128,7 +128,7 @@ def _layer(file: GgufFile, keys: Fields, architecture: Architecture) -> LayerSpe
 
 
 def _expert_width(file: GgufFile, keys: Fields) -> int:
-    """Some files leave the key out, others give the dense width: the tensor decides."""
+    """Width of an expert, from the tensor: some files omit the key, others give the dense width."""
     stacked = file.tensors.get("blk.0.ffn_gate_exps.weight")
     if stacked is not None and len(stacked.shape) == 3:
         return stacked.shape[1]
@@ -162,7 +162,7 @@ def _rope(file: GgufFile, keys: Fields, architecture: Architecture, head_dim: in
 
 
 def _llama3(file: GgufFile, kind: str, dim: int, base: float) -> Rope:
-    """GGUF keeps Llama 3's scaling as one divisor per frequency; find the parameters back."""
+    """Rope parameters from Llama 3's scaling, which GGUF stores as a divisor per frequency."""
     matrix = file.matrix("rope_freqs.weight")
     divisors = matrix.floats().reshape(-1)
     factor = float(divisors.max())
@@ -178,8 +178,8 @@ def _llama3(file: GgufFile, kind: str, dim: int, base: float) -> Rope:
 
 
 def llama3_divisors(rope: Rope) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """By how much each of the dim / 2 frequencies is divided; formula of transformers'
-    _compute_llama3_parameters."""
+    """Divisors of the dim / 2 frequencies, by the formula of _compute_llama3_parameters in
+    transformers."""
     frequencies = rope.base ** (-np.arange(0, rope.dim, 2) / rope.dim)
     turns = rope.original_context * frequencies / (2 * math.pi)
     smooth = np.clip((turns - rope.low_freq) / (rope.high_freq - rope.low_freq), 0, 1)

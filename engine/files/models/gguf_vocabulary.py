@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer out of GGUF metadata."""
+"""A byte-level BPE tokenizer from GGUF metadata."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Kind(IntEnum):
     BYTE = 6
 
 
-# Control tokens that end an answer whatever the keys say: GGUF has room for one end token, and
-# generation_config.json's list does not get in.
+# Control tokens that always end an answer: GGUF has room for one end token only, and the list
+# in generation_config.json is lost.
 END_TEXTS = (
     "<|im_end|>",
     "<|endoftext|>",
@@ -53,7 +53,7 @@ GENERATION_KEYS = {
 
 
 def vocabulary(file: GgufFile, vocab_size: int) -> Vocabulary:
-    """The file's own, or one token a byte where it declares that it has none."""
+    """The vocabulary of the file, or one token a byte if it declares none."""
     keys = Fields(file.metadata, str(file.path))
     model = keys.text("tokenizer.ggml.model")
     if model in ("no_vocab", "none"):
@@ -86,7 +86,7 @@ def _bpe(keys: Fields, metadata: Mapping[str, Any]) -> Vocabulary:
             ignore_merges=pre.ignore_merges,
             normalizer=normalizers.NFC() if pre.nfc else None,
         )
-    except Exception as error:  # the library has no narrower type
+    except Exception as error:  # the library raises nothing narrower
         raise keys.error("tokenizer.ggml.merges", f"do not fit the tokens: {error}") from error
     return Vocabulary(
         tokenizer_json=tokenizer.to_str().encode(),
@@ -126,7 +126,7 @@ def _merges(keys: Fields, metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _table(texts: list[str], kinds: Any) -> list[tuple[bytes, int]]:
-    """Up to the last token that is in use: what follows pads the embedding."""
+    """The tokens up to the last one in use; the rest pads the embedding."""
     table = byte_characters()
     rows = []
     for text, kind in zip(texts, kinds.tolist(), strict=True):

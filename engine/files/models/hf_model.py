@@ -1,4 +1,4 @@
-"""A model out of a Hugging Face folder: config.json as a ModelSpec, its tensors by role."""
+"""A model from a Hugging Face folder: config.json to a ModelSpec, tensors by role."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ ACTIVATIONS = {
 
 
 def weights(folder: SafetensorsFolder) -> Weights:
-    """A tied model may store its head a second time; that copy is not read."""
+    """Weights by role. A tied model may store its head again; that copy is not read."""
     shapes = {name: tensor.shape for name, tensor in folder.tensors.items()}
     if folder.config.get("tie_word_embeddings") is True:
         shapes.pop("lm_head.weight", None)
@@ -108,7 +108,7 @@ def spec(folder: SafetensorsFolder) -> ModelSpec:
 
 
 def _layer(config: Fields, architecture: Architecture, class_name: str) -> LayerSpec:
-    """A layer with dense FFN, and its MoE where there is one; _place decides which it keeps."""
+    """A layer with its dense FFN and, in a mixture, its experts; _place keeps one of them."""
     n_heads = config.count("num_attention_heads", low=1)
     head_dim = config.count("head_dim", config.count("hidden_size", low=1) // n_heads, low=1)
     activation = config.text("hidden_act", "silu")
@@ -134,7 +134,7 @@ def _layer(config: Fields, architecture: Architecture, class_name: str) -> Layer
 
 
 def _with_experts(layer: LayerSpec, config: Fields, architecture: Architecture) -> LayerSpec:
-    """The key of the number of experts differs between classes and between library versions."""
+    """Add experts. The key of their number differs between classes and library versions."""
     key = "num_local_experts" if "num_local_experts" in config else "num_experts"
     d_shared = 0
     if architecture.name == "qwen2moe":
@@ -152,7 +152,7 @@ def _with_experts(layer: LayerSpec, config: Fields, architecture: Architecture) 
 
 
 def _place(layer: LayerSpec, config: Fields, class_name: str, index: int) -> LayerSpec:
-    """The layer at an index: its window, and either its dense FFN or its experts."""
+    """The layer at `index`, with its window and either its dense FFN or its experts."""
     layer = replace(layer, window=_window(config, class_name, index))
     if not layer.n_experts:
         return layer
@@ -171,7 +171,7 @@ def _place(layer: LayerSpec, config: Fields, class_name: str, index: int) -> Lay
 
 
 def _window(config: Fields, class_name: str, index: int) -> int:
-    """Positions a layer attends to, 0: all. Mistral and Mixtral have one window for all layers."""
+    """Positions that a layer attends to; 0: all. Mistral and Mixtral have one window for all."""
     width = config.count("sliding_window", 0)
     if class_name in ("MistralForCausalLM", "MixtralForCausalLM"):
         return width
@@ -184,7 +184,7 @@ def _window(config: Fields, class_name: str, index: int) -> int:
 
 
 def _rope(config: Fields, head_dim: int) -> Rope:
-    """transformers 5 has rope_parameters; older configs rope_theta and rope_scaling."""
+    """Rope from rope_parameters (transformers 5), or rope_theta and rope_scaling (older)."""
     settings = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(settings, dict) or any(isinstance(v, dict) for v in settings.values()):
         raise config.error("rope_parameters", "differ between layers, which is not supported")

@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer out of a Hugging Face folder."""
+"""A byte-level BPE tokenizer from a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ TOKENIZER_FILES = ("tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
 def vocabulary(folder: SafetensorsFolder, vocab_size: int) -> Vocabulary:
-    """tokenizer.json and what the configs say about its ids. A folder without any tokenizer file
-    (a model made for tests) gets one token a byte."""
+    """tokenizer.json, with the ids that the configs name. A folder without any tokenizer file (a test
+    model) gets one token a byte."""
     origin = str(folder.path)
     data = folder.text("tokenizer.json")
     configs = [_optional(folder, n) for n in ("generation_config.json", "tokenizer_config.json")]
@@ -69,7 +69,7 @@ def _without_tokenizer(folder: SafetensorsFolder, vocab_size: int) -> Vocabulary
 
 
 def _tokenizer(data: bytes, origin: str) -> Tokenizer:
-    """ModelError where it is no byte-level BPE."""
+    """The parsed tokenizer. Raises ModelError unless it is byte-level BPE."""
     settings = parse_json(data, origin)
     model = settings.get("model")
     kind = model.get("type", "BPE") if isinstance(model, dict) else None
@@ -88,7 +88,7 @@ def _tokens(tokenizer: Tokenizer, vocab_size: int, origin: str) -> list[tuple[by
     added = tokenizer.get_added_tokens_decoder()
     vocab = {token: text for text, token in tokenizer.get_vocab(with_added_tokens=True).items()}
     n_tokens = max(vocab, default=-1) + 1
-    check_rows(n_tokens, vocab_size, origin)  # one absurd id makes the table too large to build
+    check_rows(n_tokens, vocab_size, origin)  # before an absurd id makes the table huge
     rows = []
     for token in range(n_tokens):
         if token in added:
@@ -102,7 +102,7 @@ def _tokens(tokenizer: Tokenizer, vocab_size: int, origin: str) -> list[tuple[by
 
 
 def _token_id(tokenizer: Tokenizer | None, settings: Fields, key: str) -> int | None:
-    """The id of a token named in tokenizer_config.json, as a string or as an added token."""
+    """The id of a token that tokenizer_config.json names, as a string or as an added token."""
     value = settings.get(key)
     if isinstance(value, dict):
         value = value.get("content")
@@ -117,7 +117,7 @@ def _found(token: int | None) -> set[int]:
 
 
 def _adds_bos(tokenizer: Tokenizer | None, settings: Fields, bos_id: int | None) -> bool:
-    """What the tokenizer's post-processor does counts, then the config's word."""
+    """Whether BOS is added: by the tokenizer's post-processor, else by the config."""
     if tokenizer is None or bos_id is None:
         return False
     ids = tokenizer.encode("a").ids
@@ -132,7 +132,7 @@ def _chat_template(folder: SafetensorsFolder, settings: Fields) -> str | None:
         except UnicodeDecodeError as error:
             raise ModelError(f"{folder.path}/chat_template.jinja is not UTF-8") from error
     value = settings.get("chat_template")
-    if isinstance(value, list):  # several named ones
+    if isinstance(value, list):  # several named templates
         defaults = [v for v in value if isinstance(v, dict) and v.get("name") == "default"]
         value = defaults[-1].get("template") if defaults else None
     return value if isinstance(value, str) else None

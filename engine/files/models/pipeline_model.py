@@ -1,4 +1,4 @@
-"""A pipeline-native model out of the folder that the lab exports: sizes and sources of its arm."""
+"""A pipeline-native model from a folder that the lab exports."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def weights(folder: SafetensorsFolder) -> Weights:
 
 
 def spec(folder: SafetensorsFolder) -> ModelSpec:
-    """Keys of config.json: the fields of Shape and Arm in engine/lab/architectures.py."""
+    """The spec from config.json, whose keys are the fields of Shape and Arm of the lab."""
     config = Fields(folder.config, str(folder.path / "config.json"))
     n_layers = config.count("n_layers", low=1, high=MAX_LAYERS)
     passes = config.count("passes", 1, low=1)

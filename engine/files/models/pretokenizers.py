@@ -1,4 +1,4 @@
-"""How text is cut before byte-pair merging, by the name GGUF gives it (tokenizer.ggml.pre)."""
+"""Pre-tokenizers by their name in GGUF (tokenizer.ggml.pre): how text is split before merging."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """patterns: applied one after the other. ignore_merges: a whole word in the vocabulary is one
-    token. nfc: the text is normalised first. add_bos: where the file does not say."""
+    """patterns: regular expressions that split the text, applied in turn. ignore_merges: a word of the
+    vocabulary is one token. nfc: normalise the text first. add_bos: if the file does not say."""
 
     patterns: tuple[str, ...]
     ignore_merges: bool = False

@@ -1,4 +1,4 @@
-"""What a model is, whichever file it came from: the fields of cflow.h and the tensors they imply."""
+"""A model independent of its source: the fields of cflow.h, and the tensors they imply."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Rope:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One layer; the names are those of cflow_layer, enumerations as lower-case strings."""
+    """One layer, with the names of cflow_layer; enumerations are lower-case strings."""
 
     n_heads: int
     n_kv_heads: int
@@ -77,7 +77,7 @@ class LayerSpec:
         return fields
 
     def shapes(self, d_model: int) -> dict[str, tuple[int, ...]]:
-        """Role to shape of what lies in the resident bank, in file order; (n,) is a vector."""
+        """Shape by role of tensors in the resident bank, in file order; (n,) is a vector."""
         q, kv = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
         shapes: dict[str, tuple[int, ...]] = {"norm1": (d_model,)}
         shapes |= {"q": (q, d_model), "k": (kv, d_model), "v": (kv, d_model)}
@@ -102,7 +102,7 @@ class LayerSpec:
         return shapes
 
     def expert_shapes(self, d_model: int) -> dict[str, tuple[int, ...]]:
-        """Role to shape of one expert's matrices."""
+        """Shape by role of the matrices of one expert."""
         return _ffn_shapes("expert_", self.d_expert, d_model)
 
 
@@ -110,7 +110,7 @@ class LayerSpec:
 class ModelSpec:
     """A model without its vocabulary; weights are found by role.
 
-    layers: those with weights of their own. passes: times they run, one after the other.
+    layers: those with their own weights. passes: how often they run, one pass after the other.
     """
 
     architecture: str
@@ -124,7 +124,7 @@ class ModelSpec:
     passes: int = 1
 
     def header(self, n_tokens: int) -> dict[str, Any]:
-        """The fields of cflow_header that a model decides."""
+        """Fields of cflow_header that the model determines."""
         return {
             "order": native.const.Order.LAYER,
             "n_blocks": len(self.layers),
@@ -139,7 +139,7 @@ class ModelSpec:
         }
 
     def layer_records(self) -> list[dict[str, Any]]:
-        """The fields of every cflow_layer, in the order they run."""
+        """Fields of every cflow_layer, in the order of execution."""
         return [
             layer.fields(block)
             for _ in range(self.passes)
@@ -160,7 +160,7 @@ class ModelSpec:
         return total
 
     def check(self) -> None:
-        """ModelError where numbers contradict each other; the C reader has the last word."""
+        """Raise ModelError for numbers that contradict each other. The C reader checks again."""
         n_layers = len(self.layers) * self.passes
         if not 1 <= n_layers <= MAX_LAYERS:
             raise ModelError(f"{n_layers} layers; 1 to {MAX_LAYERS} are supported")

@@ -1,6 +1,6 @@
-"""Tokens of a model: tokenizer.json, the bytes of every id, and the ids with a meaning.
+"""Tokens of a model: tokenizer.json, the bytes of every id, and ids with a meaning.
 
-Only byte-level BPE: every byte is one of 256 printable characters, by GPT-2's table.
+Byte-level BPE only: GPT-2's table maps each byte to one of 256 printable characters.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SPECIAL = 1  # flag of a token that is never shown
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """tokens: (bytes, flags) by id. An id that is not defined has no bytes and is special."""
+    """tokens: (bytes, flags) by id. An undefined id has no bytes and is special."""
 
     tokenizer_json: bytes
     tokens: list[tuple[bytes, int]]
@@ -48,8 +48,8 @@ class Vocabulary:
         }
 
     def within(self, vocab_size: int, origin: str) -> Vocabulary:
-        """Without meanings for ids that are no tokens; ModelError where a token has no row in the
-        embedding."""
+        """The vocabulary without meanings for undefined ids. Raises ModelError if a token has no row
+        in the embedding."""
         n_tokens = len(self.tokens)
         check_rows(n_tokens, vocab_size, origin)
         bos, pad = (
@@ -74,7 +74,7 @@ def check_rows(n_tokens: int, vocab_size: int, origin: str) -> None:
 
 
 def byte_characters() -> dict[str, int]:
-    """GPT-2's table: the character that stands for a byte, to the byte."""
+    """GPT-2's table: byte by character."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     table = {chr(byte): byte for byte in printable}
@@ -82,7 +82,7 @@ def byte_characters() -> dict[str, int]:
 
 
 def token_text(token: str, table: dict[str, int]) -> bytes:
-    """The bytes of a vocabulary entry; a token outside the table stands for itself."""
+    """The bytes of a vocabulary entry; a token with characters outside the table is plain text."""
     try:
         return bytes(table[character] for character in token)
     except KeyError:
@@ -111,7 +111,7 @@ def byte_level_bpe(
 
 
 def byte_vocabulary(vocab_size: int) -> Vocabulary:
-    """One token a byte: for models that come without a tokenizer."""
+    """A vocabulary of one token a byte, for models without a tokenizer."""
     characters = sorted(byte_characters().items(), key=lambda item: item[1])[:vocab_size]
     tokenizer = byte_level_bpe({char: byte for char, byte in characters}, [], [], [])
     tokens = [(bytes([byte]), 0) for _, byte in characters]

@@ -1,4 +1,4 @@
-"""A model's tensors by role, under whatever names its file gives them."""
+"""The tensors of a model by role, whatever their names in its file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Stacked:
-    """All experts in one tensor (n_experts, n_parts * rows, columns); a role is one of the parts."""
+    """A tensor (n_experts, n_parts * rows, columns) with all experts; a role is one of its parts."""
 
     name: str
     part: int = 0
@@ -23,7 +23,7 @@ class Stacked:
 
 @dataclass(frozen=True)
 class Naming:
-    """Templates with {layer} and {expert}. ignored: a pattern of names that hold no weights."""
+    """Names as templates with {layer} and {expert}. ignored: a pattern of names without weights."""
 
     plain: dict[str, str]
     stacked: dict[str, Stacked]
@@ -32,7 +32,7 @@ class Naming:
 
 
 class Weights:
-    """Finds tensors, checks their shapes, and knows afterwards which ones nobody asked for."""
+    """Finds tensors, checks their shapes, and remembers which were never requested."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Weights:
         return self._checked(self._naming.plain[role].format(layer=layer), shape)
 
     def find_experts(self, role: str, layer: int, n_experts: int, shape: Shape) -> list[Matrix]:
-        """One matrix of `shape` per expert, from a stacked tensor or from one each."""
+        """One matrix of `shape` for each expert, from a stacked tensor or separate ones."""
         n_rows, n_cols = shape
         stacked = self._naming.stacked[role]
         name = stacked.name.format(layer=layer)
@@ -77,7 +77,7 @@ class Weights:
         return self._matrix(name)
 
     def refuse_leftovers(self) -> None:
-        """Tensors without a role would change the answer, or are not this architecture's."""
+        """Raise ModelError for tensors that no role requested: ignoring them could change answers."""
         left = [
             name
             for name in self._shapes
@@ -86,5 +86,5 @@ class Weights:
         if left:
             more = f" and {len(left) - 5} more" if len(left) > 5 else ""
             raise ModelError(
-                f"{self._origin}: tensors of no known use: {', '.join(left[:5])}{more}"
+                f"{self._origin}: tensors without a known role: {', '.join(left[:5])}{more}"
             )

@@ -139,9 +139,9 @@ REFUSALS: dict[str, tuple[Callable[[GgufBuilder], Any], str]] = {
         r"blk\.0\.ffn_norm\.weight holds NaN or inf",
     ),
     "no heads": (key("llama.attention.head_count", "I", 0), "head_count is 0"),
-    "heads a string": (key("llama.attention.head_count", "s", "4"), "an integer is needed"),
-    "heads a bool": (key("llama.attention.head_count", "?", True), "an integer is needed"),
-    "heads an array": (key("llama.attention.head_count", "[I", [4, 4]), "an integer is needed"),
+    "heads a string": (key("llama.attention.head_count", "s", "4"), "an integer is required"),
+    "heads a bool": (key("llama.attention.head_count", "?", True), "an integer is required"),
+    "heads an array": (key("llama.attention.head_count", "[I", [4, 4]), "an integer is required"),
     "KV heads do not divide": (key("llama.attention.head_count_kv", "I", 3), "3 KV heads"),
     "KV heads 0": (key("llama.attention.head_count_kv", "I", 0), "head_count_kv is 0"),
     "layers 2^32 - 1": (key("llama.block_count", "I", 2**32 - 1), "block_count is 4294967295"),
@@ -164,7 +164,7 @@ REFUSALS: dict[str, tuple[Callable[[GgufBuilder], Any], str]] = {
         r"generation temperature is -1\.0; it must be a number from 0 to 100",
     ),
     "softcapping": (key("llama.final_logit_softcapping", "f", 30.0), "softcapping is 30"),
-    "architecture missing": (key("general.architecture", "I", 1), "a string is needed"),
+    "architecture missing": (key("general.architecture", "I", 1), "a string is required"),
     "SentencePiece": (key("tokenizer.ggml.model", "s", "llama"), "SentencePiece"),
     "tokens missing": (key("tokenizer.ggml.model", "s", "gpt2"), "tokens is not a list"),
 }
@@ -198,7 +198,7 @@ HF_REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "width missing": ({"hidden_size": None}, "hidden_size is missing"),
     "vocabulary": ({"vocab_size": 65}, r"embed_tokens\.weight has the shape \(64, 64\)"),
     "untied without a head": ({"tie_word_embeddings": False}, r"lm_head\.weight is missing"),
-    "eos a string": ({"eos_token_id": "2"}, "token ids are needed"),
+    "eos a string": ({"eos_token_id": "2"}, "token ids are required"),
 }
 
 

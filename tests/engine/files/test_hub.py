@@ -133,7 +133,7 @@ def test_our_own_files_are_used_as_they_are(name: str, gguf: Path, cache: Path) 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello")
-    with pytest.raises(ModelError, match=r"notes\.txt is no model file"):
+    with pytest.raises(ModelError, match=r"notes\.txt is not a model file"):
         hub.resolve(str(tmp_path / "notes.txt"))
 
 

@@ -131,7 +131,7 @@ def test_what_a_file_cannot_describe_is_not_exported(name: str, tmp_path: Path) 
         ({"expert_delay": -1}, "expert_delay is -1"),
         ({"n_heads": 97}, "n_heads is 97, which does not divide d_model, 96"),
         ({"passes": 4}, "passes is 4, which does not divide 6 layers"),
-        ({"passes": 2}, "tensors of no known use: blocks.3"),
+        ({"passes": 2}, "tensors without a known role: blocks.3"),
         ({"d_expert": 64}, r"blocks.0.experts.gate has the shape"),
         ({"d_ff": None}, "d_ff is missing"),
     ],
