@@ -127,9 +127,9 @@ REFUSALS: dict[str, tuple[Callable[[GgufBuilder], Any], str]] = {
     "vector for a matrix": (change("blk.0.attn_v.weight", dims=[2048]), r"shape \(2048,\)"),
     "leftover": (
         lambda b: b.tensors.append(Tensor("blk.0.attn_sinks.weight", [4])),
-        r"no known use: blk\.0\.attn_sinks\.weight",
+        r"without a known role: blk\.0\.attn_sinks\.weight",
     ),
-    "one layer too few": (key("llama.block_count", "I", 1), r"no known use: blk\.1\."),
+    "one layer too few": (key("llama.block_count", "I", 1), r"without a known role: blk\.1\."),
     "NaN in a matrix": (
         poison("blk.1.ffn_down.weight", np.nan),
         r"blk\.1\.ffn_down\.weight holds NaN",
