@@ -22,9 +22,9 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
 from cflow.engine.base.cgroup import cpu_throttling
+from cflow.engine.base.limits import MAX_DRAFTS
 from cflow.engine.base.messages import DiskStats
 from cflow.engine.client.engine import Engine
-from cflow.engine.worker.drafts import MOST
 from cflow.server.meter import Meter
 
 FIRST_TOKEN_S = (
@@ -192,7 +192,7 @@ class EngineCollector(Collector):
         set_back = {"memory": memory, "turn": stats.preemptions - memory}
         text = "Sequences preempted, for lack of KV memory or because it was another's turn."
         yield self._by(CounterMetricFamily, "cflow_preemptions", text, "reason", set_back)
-        right = {str(i): n for i, n in enumerate(stats.right_at or [0] * MOST)}
+        right = {str(i): n for i, n in enumerate(stats.right_at or [0] * MAX_DRAFTS)}
         name, text = (
             "vllm:spec_decode_num_accepted_tokens_per_pos",
             "Draft tokens accepted, by position.",

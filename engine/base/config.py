@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cflow.engine.base.errors import ConfigError
-from cflow.engine.worker.drafts import MOST
+from cflow.engine.base.limits import EXPERT_READS, MAX_DRAFTS
 
 KV_TYPES = ("f16", "f32", "bf16", "q8")
 PRECISIONS = ("int8", "f32")
@@ -55,7 +55,7 @@ class EngineConfig:
     weights_memory: int | str | None = None
     expert_io: str = "direct"
     defer_experts: int = 0
-    expert_reads: int = 3
+    expert_reads: int = EXPERT_READS
     expert_read_rate: int | None = None
     speculation: str = "ngram"
     isa: str | None = None
@@ -96,7 +96,7 @@ class EngineConfig:
         """Rows of a step that keep their logits: one of each sequence, and all that one guesses."""
         if self.speculation == "off":
             return self.max_sequences
-        return max(self.max_sequences, min(MOST + 1, self.max_step_tokens))
+        return max(self.max_sequences, min(MAX_DRAFTS + 1, self.max_step_tokens))
 
 
 def read_share(text: str) -> float:

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from cflow.engine.base.cache_folder import cache_folder
 from cflow.engine.base.errors import ModelError, NoModelError
 from cflow.engine.base.reports import Report, silent
 from cflow.engine.files import catalogue
@@ -55,19 +56,6 @@ def _resolve(reference: str, report: Report) -> Path:
             f"the catalogue ({', '.join([*known, BUNDLED])})"
         )
     return _from_path(path, report)
-
-
-def cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(base) / "cflow"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ModelError(
-            f"cannot make the cache folder {folder} ({error.strerror}); set XDG_CACHE_HOME to a "
-            "folder that can be written"
-        ) from error
-    return folder
 
 
 def _from_path(path: Path, report: Report) -> Path:

@@ -24,16 +24,16 @@ from cflow.engine.base import machine
 from cflow.engine.base.config import EngineConfig
 from cflow.engine.base.errors import CflowError
 from cflow.engine.base.reports import Report, silent
-from cflow.engine.measure.bare import decode, n_blocks, open_bare, step
+from cflow.engine.measure.bare import decode, open_bare, step
 from cflow.engine.measure.disk_probe import probe_disk
 from cflow.engine.memory.experts import ExpertBank
+from cflow.engine.memory.kv_blocks import BLOCK, n_blocks_for
 from cflow.engine.memory.layer_memory import pieces
 from cflow.engine.native import Context, Model, Pick, Row, TierStats, const
 
 MAX_STEP_ROWS = 512
 WARM_UP_STEPS = 4
 PROBE_PASSES = 6
-KV_BLOCK = int(const.CFLOW_KV_BLOCK)
 
 
 @dataclass(frozen=True)
@@ -222,12 +222,12 @@ def run(
     _check(header, prompt, gen, batch, depth, runs)
     streams = max([1, *batch])
     probe_bytes = machine.beyond_caches(machine.memory().available // 2)  # as much is for the model
-    kv_blocks = max(n_blocks(depth + prompt), streams * n_blocks(depth + gen))
+    kv_blocks = max(n_blocks_for(depth + prompt), streams * n_blocks_for(depth + gen))
     model, context, threads, kv_bytes = open_bare(
         config,
         progress,
         spare=probe_bytes,
-        max_rows=max(streams, KV_BLOCK, min(prompt, MAX_STEP_ROWS)),
+        max_rows=max(streams, BLOCK, min(prompt, MAX_STEP_ROWS)),
         max_sequences=streams,
         max_context=depth + max(prompt, gen, WARM_UP_STEPS),
         n_kv_blocks=kv_blocks,
@@ -253,7 +253,7 @@ def run(
         decode=Runs.of(decode.rates),
         batch=tuple(batches),
         bytes_per_token=bytes_per_token,
-        kv_bytes_per_token=_kv_read(model, depth) * kv_bytes // (kv_blocks * KV_BLOCK),
+        kv_bytes_per_token=_kv_read(model, depth) * kv_bytes // (kv_blocks * BLOCK),
         probes=decode.probes,
         fraction=decode.fraction(bytes_per_token),
         isa=context.isa,
@@ -386,7 +386,7 @@ class _Bench:
         return self._random.choices(range(self._n_tokens), k=n)
 
     def _bind(self, streams: int, n_tokens: int) -> None:
-        n = n_blocks(self._depth + n_tokens)
+        n = n_blocks_for(self._depth + n_tokens)
         for sequence in range(streams):
             self._context.bind(sequence, range(sequence * n, (sequence + 1) * n))
 
@@ -401,7 +401,7 @@ class _Bench:
         for _ in self._steps(1, WARM_UP_STEPS):
             pass
         if self._depth:
-            step(self._context, [Row(0, t, i) for i, t in enumerate(self._tokens(KV_BLOCK))])
+            step(self._context, [Row(0, t, i) for i, t in enumerate(self._tokens(BLOCK))])
             for block in range(1, kv_blocks):
                 self._context.copy_block(0, block)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cflow.engine.base import machine
+from cflow.engine.base.cache_folder import cache_folder
 from cflow.engine.base.cgroup import cpu_throttling
-from cflow.engine.files.hub import cache_folder
 from cflow.engine.native import best_isa
 
 SMALL_MEMORY_BYTES = 2 << 30

@@ -17,7 +17,8 @@ from typing import Any
 from cflow.engine.base.config import EngineConfig
 from cflow.engine.base.errors import CflowError
 from cflow.engine.base.reports import Report, silent
-from cflow.engine.measure.bare import n_blocks, open_bare, step
+from cflow.engine.measure.bare import open_bare, step
+from cflow.engine.memory.kv_blocks import n_blocks_for
 from cflow.engine.native import Context, Model, Row, const
 from cflow.engine.text.tokenizer import Tokenizer
 
@@ -62,9 +63,9 @@ def run(
         max_rows=WINDOW,
         max_sequences=1,
         max_context=WINDOW,
-        n_kv_blocks=n_blocks(WINDOW),
+        n_kv_blocks=n_blocks_for(WINDOW),
     )
-    context.bind(0, range(n_blocks(WINDOW)))
+    context.bind(0, range(n_blocks_for(WINDOW)))
     losses: list[float] = []
     start = time.perf_counter()
     for n_done, window in enumerate(todo):

@@ -15,12 +15,12 @@ from cflow.engine.base.native_types import OpInfo
 from cflow.engine.files.inspect import check_whole
 from cflow.engine.files.synth import shape_names, synth_header
 from cflow.engine.measure.disk_probe import probe_disk
-from cflow.engine.memory.capacity import Capacity, check_context
-from cflow.engine.memory.experts import ExpertBank, read_header
+from cflow.engine.memory.budget import Budget, Share, read_header
+from cflow.engine.memory.capacity import check_context
+from cflow.engine.memory.experts import ExpertBank
 from cflow.engine.memory.kv_blocks import BLOCK
-from cflow.engine.memory.layer_memory import FixedWeights, fix_weights, pieces
+from cflow.engine.memory.layer_memory import FixedWeights, pieces
 from cflow.engine.native import Model
-from cflow.engine.worker.loading import Share, kv_block_bytes, share_memory, threads_reason
 
 PROBE_PASSES = 3
 
@@ -99,9 +99,9 @@ def is_shape(reference: str) -> bool:
 
 
 def run(config: EngineConfig) -> Plan:
-    """The plan of a model file, next to this machine, as a server with these settings runs it, but
-    for the debugging precision. Measures memory bandwidth, and the disk where it counts: some seconds.
-    ModelError for a file that is not whole."""
+    """The plan of a model file on this machine, as a server with these settings runs it, except that
+    the debugging precision is ignored. Measures memory bandwidth, and the disk where weights stay
+    there: takes seconds. ModelError for an incomplete file."""
     check_whole(read_header(config))
     return _run(config)
 
@@ -109,17 +109,15 @@ def run(config: EngineConfig) -> Plan:
 def _run(config: EngineConfig) -> Plan:
     """Also of a header alone."""
     config = replace(config, precision="int8")
-    path, model = Path(config.model), read_header(config)
-    info, cores, memory = model.plan, machine.cores(), machine.memory()
-    bank = ExpertBank.of(model)
-    share, problem = _share(config, model)
-    cache, threads = share.expert_cache or bank.n_bytes, config.threads or cores.threads
-    weights = fix_weights(config, model, bank)
-    layers = weights.layers
+    budget = Budget(config)
+    model, bank, weights, memory = budget.model, budget.bank, budget.weights, budget.memory
+    share, problem = _share(budget)
+    cache = (share.expert_cache if share else 0) or bank.n_bytes
+    info, layers, quota = model.plan, weights.layers, budget.cores.quota
     layer_disk_bytes = layers.step_bytes if layers else 0
     disk_bytes = layer_disk_bytes + _disk_bytes_per_token(model, bank, cache)
     return Plan(
-        model=str(model.metadata.get("name") or path.stem),
+        model=str(model.metadata.get("name") or Path(config.model).stem),
         n_stages=info.n_stages,
         n_barriers=info.n_barriers,
         bytes_per_token=info.bytes_per_token,
@@ -138,16 +136,18 @@ def _run(config: EngineConfig) -> Plan:
         disk_gb_s=_probe_disk(model, bank, config, weights) if disk_bytes else None,
         problem=problem,
         kv=config.kv,
-        kv_bytes_per_token=kv_block_bytes(config, model) // BLOCK,
-        kv_positions=share.capacity.n_kv_blocks * BLOCK,
-        context=share.capacity.max_context,
-        notes=share.capacity.notes,
+        kv_bytes_per_token=budget.kv_block_bytes // BLOCK,
+        kv_positions=share.context["n_kv_blocks"] * BLOCK if share else 0,
+        context=(
+            share.context["max_context"] if share else check_context(config, model.header.context)
+        ),
+        notes=share.notes if share else (),
         available_bytes=memory.available,
         memory_limited_by=memory.limited_by,
-        probe_gb_s=_probe_memory(memory.available, threads),
-        threads=threads,
-        threads_reason=threads_reason(config, cores),
-        cpu_share=min(1.0, cores.quota.cpus / threads) if cores.quota else 1.0,
+        probe_gb_s=_probe_memory(memory.available, budget.threads),
+        threads=budget.threads,
+        threads_reason=budget.threads_reason,
+        cpu_share=min(1.0, quota.cpus / budget.threads) if quota else 1.0,
         stages=_stages(model.ops),
     )
 
@@ -166,16 +166,15 @@ def _probe_memory(available: int, threads: int) -> float:
     return native.probe_bandwidth(n_bytes, threads, PROBE_PASSES) / 1e9
 
 
-def _share(config: EngineConfig, model: Model) -> tuple[Share, str | None]:
-    """What a server does with the memory, and what is wrong if there is too little of it: then as if
-    there were enough. EngineError for settings that no memory makes right."""
+def _share(budget: Budget) -> tuple[Share | None, str | None]:
+    """What a server would get; or None and why memory is too small. EngineError for settings that no
+    amount of memory makes right."""
     try:
-        return share_memory(config), None
+        return budget.share(), None
     except EngineError as error:
         if error.code != "out_of_memory":
             raise
-        capacity = Capacity(check_context(config, model.header.context), n_kv_blocks=0)
-        return Share(capacity, expert_cache=0), str(error)
+        return None, str(error)
 
 
 def _disk_bytes_per_token(model: Model, bank: ExpertBank, cache: int) -> float:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from cflow.engine.base.config import EngineConfig
 from cflow.engine.base.errors import EngineError
-from cflow.engine.base.machine import Memory
 from cflow.engine.memory.kv_blocks import BLOCK, n_blocks_for
 
 DEFAULT_CONTEXTS = 4  # full ones
@@ -53,10 +52,3 @@ def fit_capacity(
         f"{full * block_bytes:,} are needed"
     )
     return Capacity(n_blocks * BLOCK, n_blocks, (note,))
-
-
-def too_little(memory: Memory, need: str, other: str) -> EngineError:
-    """need: what exceeds the memory; other: advice that comes before the general one."""
-    advice = f"{other}leave layers on disk with weights_memory"
-    message = f"{need}, {memory.available:,} are available ({memory.limited_by}); {advice}"
-    return EngineError("out_of_memory", message)

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import numpy as np
 
+from cflow.engine.base.cache_folder import cache_folder
 from cflow.engine.base.config import EngineConfig, read_share
 from cflow.engine.base.errors import EngineError, ModelError
 from cflow.engine.base.reports import Progress
 from cflow.engine.memory.expert_uses import read_uses, uses_path, write_uses
 from cflow.engine.native import ExpertOptions, Model, const
 
-FREE_PART = 16  # one part in so many of the available memory is left alone
 TIMEOUT_S = 10.0  # a read without an answer for so long has failed
 SAVE_S = 10.0  # how often uses are kept
 
@@ -52,11 +52,6 @@ class ExpertBank:
     @property
     def n_records(self) -> int:
         return len(self.offsets)
-
-
-def room_for_experts(available: int, taken: int) -> int:
-    """Bytes for experts where so many are available and the rest of a model takes so many."""
-    return available - available // FREE_PART - taken
 
 
 def choose_cache(config: EngineConfig, bank: ExpertBank, room: int) -> int:
@@ -123,28 +118,6 @@ def expert_options(config: EngineConfig, cache: int) -> ExpertOptions:
     }
 
 
-def read_header(config: EngineConfig) -> Model:
-    """The model as config would have it, without its weights. EngineError if it cannot be so."""
-    return Model(
-        config.model,
-        header_only=True,
-        as_f32=config.precision == "f32",
-        defer_experts=config.defer_experts,
-    )
-
-
-def weight_bytes(model: Model, *, as_f32: bool) -> int:
-    """Memory that all weights of a model take."""
-    if not as_f32:
-        return model.header.file_bytes  # all but some small sections
-    copies = {layer.block: layer.n_experts for layer in model.layers}
-    n = 0
-    for tensor in model.tensors:
-        is_expert = tensor.role >= const.Role.EXPERT_GATE
-        n += tensor.n_rows * tensor.n_cols * (copies[tensor.block] if is_expert else 1)
-    return 4 * n
-
-
 class Experts:
     """The expert cache of a loaded model that has one: its start, its memory."""
 
@@ -180,9 +153,6 @@ class Experts:
 
 def _find_uses(model: Path) -> Path | None:
     """Where the uses are kept; None, with a line in the log, where nothing can be."""
-    # Not above: it knows all file formats, and most workers have no use for them.
-    from cflow.engine.files.hub import cache_folder
-
     try:
         return uses_path(model, cache_folder())
     except (OSError, ModelError) as error:

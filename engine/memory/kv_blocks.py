@@ -7,7 +7,9 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import blake2b
 
-BLOCK = 32  # positions in a block: CFLOW_KV_BLOCK
+from cflow.engine.native import const
+
+BLOCK: int = const.CFLOW_KV_BLOCK  # positions in a block
 
 
 def n_blocks_for(n_tokens: int) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from cflow.engine.base.config import EngineConfig, read_share
 from cflow.engine.base.errors import EngineError
-from cflow.engine.memory.experts import ExpertBank, check_rate, expert_options, weight_bytes
+from cflow.engine.memory.experts import ExpertBank, check_rate, expert_options
 from cflow.engine.native import LayerRecords, Model, const
 
 EVERYTHING = 1 << 60  # memory that holds any layers
@@ -44,6 +44,18 @@ def fix_weights(config: EngineConfig, model: Model, bank: ExpertBank) -> FixedWe
     _check_budget(config, records, budget)
     layers = _records(config, bank, budget)
     return FixedWeights(apart_bytes + layers.n_slots * layers.slot_bytes, budget, layers)
+
+
+def weight_bytes(model: Model, *, as_f32: bool) -> int:
+    """Memory that all weights of a model take."""
+    if not as_f32:
+        return model.header.file_bytes  # all but some small sections
+    copies = {layer.block: layer.n_experts for layer in model.layers}
+    n = 0
+    for tensor in model.tensors:
+        is_expert = tensor.role >= const.Role.EXPERT_GATE
+        n += tensor.n_rows * tensor.n_cols * (copies[tensor.block] if is_expert else 1)
+    return 4 * n
 
 
 def pieces(model: Model, slot_bytes: int) -> ExpertBank:

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 
 from cflow.engine.worker.pace import Pace
 
-MOST = 8  # guesses of a sequence in one step
 FIRST_ODDS = 0.5
 BEST_ODDS = 0.95  # of guesses that are always right; what takes more is not worth looking up
 WEIGHT = 0.2  # of the newest guess in the odds

@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,20 +16,10 @@ from cflow.engine.base.messages import DiskStats, Ready
 from cflow.engine.base.metadata import parse_metadata
 from cflow.engine.base.native_types import Pick, Row, TokenBytes
 from cflow.engine.base.reports import Report
-from cflow.engine.memory.capacity import Capacity, fit_capacity, too_little
-from cflow.engine.memory.experts import (
-    ExpertBank,
-    Experts,
-    asked_cache,
-    choose_cache,
-    expert_options,
-    read_header,
-    room_for_experts,
-)
-from cflow.engine.memory.layer_memory import fix_weights
-from cflow.engine.native import Context, ContextOptions, Model, context_memory
+from cflow.engine.memory.budget import Budget, read_header
+from cflow.engine.memory.experts import Experts
+from cflow.engine.native import Context, Model, const
 from cflow.engine.text.grammar import Vocabulary
-from cflow.engine.worker.runner import ROW_LOGITS
 from cflow.engine.worker.runner import Context as AnyContext
 
 HUGE_PAGES_WANTED = 0.5  # of the weights; below it a note says so
@@ -62,23 +51,11 @@ def load(config: EngineConfig, digest: str, report: Report) -> Loaded:
     reading = ThreadPoolExecutor(1, "vocabulary")
     vocabulary = reading.submit(Vocabulary.read, config.model)  # beside the weights
     reading.shutdown(wait=False)
-    cores = machine.cores()
-    threads = config.threads or cores.threads
-    share = share_memory(config)
-    model = Model(
-        config.model,
-        threads=threads,
-        as_f32=config.precision == "f32",
-        defer_experts=config.defer_experts,
-        experts=expert_options(config, share.expert_cache),
-        weights_memory=share.layers,
-        progress=lambda done, total: report("weights", done, total),
-    )
+    budget = Budget(config)
+    share = budget.share()
+    model = budget.load(share, lambda done, total: report("weights", done, total))
     _expect(digest, model)
-    capacity = share.capacity
-    options = _options(config, threads, capacity)
-    kv_bytes, scratch_bytes = context_memory(model, **options)
-    context = Context(model, **options)
+    context = Context(model, **share.context)
     _make_a_token(context)
     experts = Experts(model) if share.expert_cache else None
     if experts:
@@ -88,19 +65,19 @@ def load(config: EngineConfig, digest: str, report: Report) -> Loaded:
     ready = Ready(
         pid=os.getpid(),
         isa=context.isa,
-        n_threads=threads,
-        threads_reason=threads_reason(config, cores),
-        n_kv_blocks=capacity.n_kv_blocks,
-        max_context=capacity.max_context,
+        n_threads=budget.threads,
+        threads_reason=budget.threads_reason,
+        n_kv_blocks=share.context["n_kv_blocks"],
+        max_context=share.context["max_context"],
         resident_bytes=memory.resident_bytes,
         huge_bytes=memory.huge_bytes,
-        kv_bytes=kv_bytes,
-        scratch_bytes=scratch_bytes,
+        kv_bytes=share.kv_bytes,
+        scratch_bytes=share.scratch_bytes,
         load_s=time.perf_counter() - started,
         n_deferred=config.defer_experts,
         notes=(
-            *capacity.notes,
-            *_thread_notes(threads, cores),
+            *share.notes,
+            *_thread_notes(budget.threads, budget.cores),
             *_memory_notes(model),
             *_expert_notes(model, config),
         ),
@@ -122,78 +99,10 @@ def _expect(digest: str, model: Model) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
-    """What goes to KV, to experts and to layers; 0 for all of them."""
-
-    capacity: Capacity
-    expert_cache: int = 0
-    layers: int = 0
-
-
-def share_memory(config: EngineConfig) -> Share:
-    """From the model's header. All experts stay in memory if that leaves some for KV. EngineError if
-    not even the smallest cache does."""
-    model = read_header(config)
-    bank, memory = ExpertBank.of(model), machine.memory()
-    available = memory.available
-    bank_bytes = 0 if config.precision == "f32" else bank.n_bytes  # what may stay on disk
-    weights = fix_weights(config, model, bank)
-    fixed = weights.n_bytes
-    block_bytes = kv_block_bytes(config, model)
-    threads = config.threads or machine.cores().threads
-
-    def share(expert_bytes: int) -> Share:
-        """With KV beside so many bytes of experts."""
-        left = available - fixed - expert_bytes
-        if left <= 0:
-            advice = "lower expert_cache, or " if config.expert_cache is not None else ""
-            raise too_little(memory, f"the weights need {fixed + expert_bytes:,} bytes", advice)
-        capacity = fit_capacity(config, model.header.context, block_bytes, left)
-        kv_bytes, scratch_bytes = context_memory(model, **_options(config, threads, capacity))
-        if kv_bytes + scratch_bytes > left:
-            need = (
-                f"weights of {fixed + expert_bytes:,} bytes, keys and values of {kv_bytes:,} and "
-                f"buffers of {scratch_bytes:,} need {available - left + kv_bytes + scratch_bytes:,}"
-            )
-            raise too_little(memory, need, "lower kv_memory, context or max_step_tokens, or ")
-        room = room_for_experts(available, fixed + kv_bytes + scratch_bytes)
-        return Share(capacity, choose_cache(config, bank, room), weights.budget)
-
-    if config.expert_cache is not None:
-        return share(min(asked_cache(config.expert_cache, bank), bank_bytes))
-    with suppress(EngineError):
-        if not (whole := share(bank_bytes)).expert_cache:
-            return whole
-    return share(0)
-
-
-def kv_block_bytes(config: EngineConfig, model: Model) -> int:
-    """Of BLOCK positions of keys and values."""
-    one = Capacity(max_context=1, n_kv_blocks=1)
-    return context_memory(model, **_options(config, 1, one))[0]
-
-
-def threads_reason(config: EngineConfig, cores: machine.Cores) -> str:
-    return "as set" if config.threads else cores.reason
-
-
-def _options(config: EngineConfig, threads: int, capacity: Capacity) -> ContextOptions:
-    return {
-        "isa": config.isa,
-        "threads": threads,
-        "max_rows": config.max_step_tokens,
-        "max_sequences": config.max_logits,
-        "max_context": capacity.max_context,
-        "n_kv_blocks": capacity.n_kv_blocks,
-        "kv_type": "f32" if config.precision == "f32" else config.kv,
-    }
-
-
 def _make_a_token(context: Context) -> None:
     """What answers here will answer later: whoever says ready has made a token."""
     context.bind(0, [0])
-    status = context.step([Row(0, 0, 0, ROW_LOGITS)]).status
+    status = context.step([Row(0, 0, 0, const.CFLOW_ROW_LOGITS)]).status
     choice = context.sample([Pick(row=0, temperature=0)])[0]
     if any(status) and (why := context.row_error(0)):
         raise EngineError("io_error", why)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Protocol
 
 from cflow.engine.base.native_types import Choice, Pick, Row, StepResult
+from cflow.engine.native import const
 from cflow.engine.worker.batch import Batch, Chunk, Draw
 
-ROW_LOGITS = 1  # CFLOW_ROW_LOGITS
-ROW_SCORE = 2  # CFLOW_ROW_SCORE
+_LOGITS, _SCORE = const.CFLOW_ROW_LOGITS, const.CFLOW_ROW_SCORE
 
 
 class Context(Protocol):
@@ -63,9 +63,9 @@ def _append_rows(rows: list[Row], chunk: Chunk) -> None:
     n_experts, n_top = params.n_experts, params.n_prompt_logprobs or 0
     n_scores = chunk.n_scores
     for p in range(first, first + n_scores):
-        rows.append(Row(slot, tokens[p], p, ROW_SCORE, tokens[p + 1], n_top, n_experts))
+        rows.append(Row(slot, tokens[p], p, _SCORE, tokens[p + 1], n_top, n_experts))
     sampled = len(tokens) - 1 if params.max_tokens else -1  # the next token comes from its logits
     for p in range(first + n_scores, first + n):
-        rows.append(Row(slot, tokens[p], p, ROW_LOGITS if p == sampled else 0, 0, 0, n_experts))
+        rows.append(Row(slot, tokens[p], p, _LOGITS if p == sampled else 0, 0, 0, n_experts))
     for p, guess in enumerate(chunk.guesses, first + n):
-        rows.append(Row(slot, guess, p, ROW_LOGITS, 0, 0, n_experts))
+        rows.append(Row(slot, guess, p, _LOGITS, 0, 0, n_experts))

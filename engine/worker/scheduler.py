@@ -15,11 +15,12 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Literal
 
+from cflow.engine.base.limits import MAX_DRAFTS
 from cflow.engine.base.messages import Logprob
 from cflow.engine.base.native_types import Score, StepResult
 from cflow.engine.memory.kv_blocks import BLOCK, BlockPool, n_blocks_for
 from cflow.engine.worker.batch import Advance, Batch, Chunk, Draw
-from cflow.engine.worker.drafts import MOST, Lookup, count_guesses, may_pay
+from cflow.engine.worker.drafts import Lookup, count_guesses, may_pay
 from cflow.engine.worker.pace import Pace
 from cflow.engine.worker.sequence import Request, Sequence
 from cflow.engine.worker.waiting import WaitingLine, turn
@@ -41,7 +42,7 @@ class Counters:
     preemptions_memory: int = 0
     drafts: int = 0
     guesses: int = 0
-    right_at: list[int] = field(default_factory=lambda: [0] * MOST)
+    right_at: list[int] = field(default_factory=lambda: [0] * MAX_DRAFTS)
 
 
 class Scheduler:
@@ -198,7 +199,7 @@ class Scheduler:
         """So many guesses, and the token behind them, may still be said."""
         n_prompt = sequence.n_prompt
         most = min(sequence.request.submit.sampling.max_tokens, self._max_context - n_prompt)
-        return min(MOST, n_prompt + most - len(sequence.tokens) - 1)
+        return min(MAX_DRAFTS, n_prompt + most - len(sequence.tokens) - 1)
 
     def _fit(self, sequence: Sequence, guess: tuple[int, ...], batch: Batch) -> tuple[int, ...]:
         """What of it the sequence has blocks for. It may take its next block early, but not one

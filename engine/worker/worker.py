@@ -36,6 +36,7 @@ from cflow.engine.base.messages import (
     Submit,
 )
 from cflow.engine.base.native_types import Choice
+from cflow.engine.native import const
 from cflow.engine.text.jail import ignore_signals
 from cflow.engine.worker.batch import Advance, Batch, Draw
 from cflow.engine.worker.constraint import Compiled, Constraint, Grammars
@@ -52,10 +53,10 @@ CANCELLED = ("cancelled", "the request was cancelled")
 DRAINING = ("draining", "the server is shutting down")
 NO_TOKEN = "logit_bias, min_tokens, stop tokens and grammar together leave no token to go on with"
 STATUS_TEXT = {
-    -1: ("invalid_request", NO_TOKEN),
-    -3: ("io_error", "weights could not be read from disk"),
-    -4: ("io_error", "weights could not be read from disk"),
-    -7: ("numeric", "the model's output is not finite for this request"),
+    const.Status.EINVAL: ("invalid_request", NO_TOKEN),
+    const.Status.EIO: ("io_error", "weights could not be read from disk"),
+    const.Status.EFORMAT: ("io_error", "weights could not be read from disk"),
+    const.Status.ENUMERIC: ("numeric", "the model's output is not finite for this request"),
 }
 READING_S = 0.5  # how often an idle worker tells of reads in flight
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import pytest
 
+from cflow.engine.base.cache_folder import cache_folder
 from cflow.engine.base.errors import ModelError
 from cflow.engine.files import catalogue, hub
 
@@ -20,7 +21,7 @@ class RealModel(NamedTuple):
         """From the cache, or downloaded into it, by one process for all; skips the test where it
         cannot be had."""
         entry = catalogue.entries()[name]
-        gguf = hub.cache_folder() / f"{name}-{entry.sha256[:12]}.gguf"
+        gguf = cache_folder() / f"{name}-{entry.sha256[:12]}.gguf"
         with open(gguf.with_suffix(".lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not gguf.exists():

@@ -14,6 +14,7 @@ from cflow.engine.base.machine import Memory
 from cflow.engine.files import hub
 from cflow.engine.measure import bare, bench
 from cflow.engine.measure.bench import Decoded, Runs, TierUse
+from cflow.engine.memory import budget
 from cflow.engine.memory.experts import ExpertBank
 from makefiles.shape_file import synth_model
 from oracles.random_model import EXPERTS, RandomModel
@@ -134,12 +135,12 @@ def test_the_smallest_run(path: Path) -> None:
 
 def test_the_debugging_precision(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[Any] = []
-    monkeypatch.setattr(bare, "Model", lambda *a, **k: opened.append(k) or native.Model(*a, **k))
+    monkeypatch.setattr(budget, "Model", lambda *a, **k: opened.append(k) or native.Model(*a, **k))
     monkeypatch.setattr(
         bare, "Context", lambda *a, **k: opened.append(k) or native.Context(*a, **k)
     )
     bench.run(config(path, precision="f32", kv="q8"), prompt=4, gen=2, batch=(), runs=1)
-    model, context = opened
+    _header, model, context = opened
     assert (model["as_f32"], context["kv_type"]) == (True, "f32")
 
 
@@ -163,7 +164,7 @@ def test_what_memory_does_not_hold_is_refused(
 
     def run(available: int) -> None:
         memory = Memory(total=1 << 40, available=available, limited_by="test")
-        monkeypatch.setattr(bare.machine, "memory", lambda: memory)
+        monkeypatch.setattr(budget.machine, "memory", lambda: memory)
         bench.run(asked, prompt=4, gen=2, batch=(), runs=1)
 
     def refused(available: int) -> int:

@@ -9,15 +9,15 @@ import pytest
 
 from cflow.engine.base.config import EngineConfig
 from cflow.engine.base.errors import EngineError
+from cflow.engine.memory.budget import room_for_experts
 from cflow.engine.memory.expert_uses import read_uses, uses_path, write_uses
 from cflow.engine.memory.experts import (
     ExpertBank,
     Experts,
     choose_cache,
     expert_options,
-    room_for_experts,
-    weight_bytes,
 )
+from cflow.engine.memory.layer_memory import weight_bytes
 from cflow.engine.native import Model, const, crc32c
 from oracles.random_model import EXPERTS, RandomModel
 

@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cflow.engine.base.config import EngineConfig
+from cflow.engine.base.limits import MAX_DRAFTS
 from cflow.engine.base.messages import SamplingParams
 from cflow.engine.client.card import read_card
 from cflow.engine.files import hub
 from cflow.engine.native import Context, Model
-from cflow.engine.worker.drafts import MOST, Lookup, count_guesses, may_pay
+from cflow.engine.worker.drafts import Lookup, count_guesses, may_pay
 from cflow.engine.worker.pace import Pace
 from oracles.machine import MAX_LOGITS, Machine
 
@@ -92,7 +93,7 @@ def paced(fixed: float, row: float, n: int = 1) -> Pace:
 
 
 def counts(pace: Pace, odds: list[float], room: int = 64) -> list[int]:
-    return count_guesses(odds, [MOST] * len(odds), room, pace)
+    return count_guesses(odds, [MAX_DRAFTS] * len(odds), room, pace)
 
 
 def rate(fixed: float, row: float, odds: float, n: int) -> float:
@@ -103,7 +104,7 @@ def rate(fixed: float, row: float, odds: float, n: int) -> float:
 @pytest.mark.parametrize("odds", [0.05, 0.2, 0.4, 0.6, 0.8, 0.9, 0.97])
 @pytest.mark.parametrize("row", [0.001, 0.01, 0.03, 0.1, 0.5])
 def test_a_stream_alone_runs_as_many_as_are_fastest(odds: float, row: float) -> None:
-    best = max(range(MOST + 1), key=lambda n: rate(0.1, row, odds, n))
+    best = max(range(MAX_DRAFTS + 1), key=lambda n: rate(0.1, row, odds, n))
     (n,) = counts(paced(0.1, row), [odds])
     assert rate(0.1, row, odds, n) >= 0.99 * rate(0.1, row, odds, best)
 
@@ -116,7 +117,7 @@ def test_where_every_row_costs_as_much_as_a_token_nothing_is_run_or_looked_up() 
 
 
 def test_others_wait_a_tenth_of_a_step_at_most_for_guesses_they_have_no_part_in() -> None:
-    assert counts(paced(1.0, 0.01, 2), [0.99, 0.0]) == [MOST, 0]
+    assert counts(paced(1.0, 0.01, 2), [0.99, 0.0]) == [MAX_DRAFTS, 0]
     assert counts(paced(1.0, 0.05, 2), [0.99, 0.0]) == [2, 0]
     assert counts(paced(1.0, 0.2, 2), [0.99, 0.0]) == [0, 0]
     assert min(counts(paced(1.0, 0.2, 2), [0.99, 0.99])) >= 4
@@ -163,7 +164,7 @@ def seconds(texts: list[list[int]], fixed: float, row: float, *, guesses: bool) 
         run = [0] * len(live)
         if guesses and may_pay(len(live), pace):
             odds = [lookups[i].follow() for i in live]
-            limits = [min(MOST, len(texts[i]) - len(said[i]) - 1) for i in live]
+            limits = [min(MAX_DRAFTS, len(texts[i]) - len(said[i]) - 1) for i in live]
             run = count_guesses(odds, limits, 64 - len(live), pace)
         step_s = (fixed + (len(live) + sum(run)) * row) * random.lognormvariate(0, 0.1)
         pace.observe(len(live) + sum(run), 0, step_s)
