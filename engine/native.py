@@ -1,7 +1,7 @@
-"""The native engine for Python: the only module that touches cffi.
+"""The C library for Python; no other module uses cffi.
 
-Handles close when their last reference goes, or by close(); a context keeps its model open. Calls
-release the GIL. A context belongs to one thread at a time, except cancel() and stage_count.
+Handles close with their last reference or by close(); a context keeps its model open. Calls release
+the GIL. Only one thread at a time may use a context, except for cancel() and stage_count.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from cflow.engine._native import ffi, lib
 from cflow.engine.base.errors import EngineError, ModelError
+from cflow.engine.base.limits import EXPERT_READS
 from cflow.engine.base.native_types import (
     Choice,
     Header,
@@ -85,10 +86,11 @@ POLL_S = 0.1
 
 
 def _enum(name: str) -> tuple[str, Any]:
-    """cflow_rope_kind with CFLOW_ROPE_HALF gives RopeKind.HALF; counts (CFLOW_N_...) are left out."""
+    """An enum of cflow.h: cflow_rope_kind with CFLOW_ROPE_HALF becomes RopeKind.HALF, without counts
+    (CFLOW_N_...)."""
     values = ffi.typeof(name).relements
     words = {key: key.split("_") for key in values if not key.startswith("CFLOW_N_")}
-    columns = zip(*words.values(), strict=False)  # words that all members begin with
+    columns = zip(*words.values(), strict=False)  # first words, second words, ...
     n_shared = len(list(takewhile(lambda column: len(set(column)) == 1, columns)))
     title = name.removeprefix("cflow_").title().replace("_", "")
     members = {
@@ -104,8 +106,8 @@ def _constants() -> SimpleNamespace:
     return SimpleNamespace(**enums, **plain)
 
 
-# Every enum of cflow.h as an IntEnum (const.Role.Q, const.Encoding.Q4_0) and every constant under its
-# own name (const.CFLOW_ROW_LOGITS).
+# Enums of cflow.h as IntEnums (const.Role.Q, const.Encoding.Q4_0), and constants under their own names
+# (const.CFLOW_ROW_LOGITS).
 const: Any = _constants()
 
 
@@ -114,12 +116,12 @@ def sizeof(struct_name: str) -> int:
 
 
 def pack(struct_name: str, values: Mapping[str, Any]) -> bytes:
-    """The bytes of a struct; what `values` leaves out is 0. An unknown field is a KeyError."""
+    """The bytes of a struct; missing fields are 0. KeyError for an unknown field."""
     return bytes(ffi.buffer(ffi.new(f"{struct_name} *", values)))
 
 
 def _record(kind: type[T], source: Any) -> T:
-    """A dataclass from the struct of the same fields; char arrays become text, others tuples."""
+    """A dataclass from a struct with its fields; char arrays become str, other arrays tuples."""
     values = {field.name: getattr(source, field.name) for field in fields(kind)}  # type: ignore[arg-type]
     for name, value in values.items():
         if isinstance(value, ffi.CData):
@@ -159,15 +161,15 @@ def _check(status: int, err: Any) -> None:
 
 
 class ExpertOptions(TypedDict):
-    """Experts that stay on disk, and how they are read. cache: bytes of RAM for them, 0: all are
-    resident. io: "direct" or "cached". threads: reads in flight at most. bytes_per_s: 0 for no bound.
-    speculate: reads ahead what the next layer's router is likely to want. window: "delay", to
-    measure what it is worth "layer" or "none".
+    """How experts are held and read. cache: bytes of memory for them, 0: all are resident. io:
+    "direct" or "cached". expert_reads: most reads in flight. bytes_per_s: limit, 0: none. speculate:
+    read ahead what the next layer's router will probably choose. window: "delay"; measurements also
+    use "layer" and "none" (cflow_window).
     """
 
     cache: int
     io: NotRequired[str]
-    threads: NotRequired[int]
+    expert_reads: NotRequired[int]
     timeout_s: NotRequired[float]
     bytes_per_s: NotRequired[float]
     speculate: NotRequired[bool]
@@ -178,7 +180,7 @@ def _expert_options(options: ExpertOptions) -> dict[str, Any]:
     return {
         "expert_cache": options["cache"],
         "expert_io": const.Io[options.get("io", "direct").upper()],
-        "expert_threads": options.get("threads", 2),
+        "expert_threads": options.get("expert_reads", EXPERT_READS),
         "expert_timeout_s": options.get("timeout_s", 10.0),
         "expert_bytes_per_s": options.get("bytes_per_s", 0.0),
         "speculate": options.get("speculate", True),
@@ -187,10 +189,12 @@ def _expert_options(options: ExpertOptions) -> dict[str, Any]:
 
 
 class Model:
-    """An open model file. header_only: without weights, for inspection and plans. defer_experts: so
-    many of a token's experts, those with the least weight, join the stream a layer later.
-    weights_memory: bytes of RAM for the matrices of layers, the others are read in every step, as
-    `experts` says but for its cache; 0: all are resident.
+    """An open model file. ModelError if it is invalid.
+
+    header_only     without weights, for inspection and plans
+    defer_experts   add the N lowest-weighted experts of each token one layer late
+    weights_memory  bytes of memory for the matrices of layers; the rest are read in every step with
+                    the options in `experts`. 0: all are resident
     """
 
     def __init__(
@@ -249,7 +253,7 @@ class Model:
 
     @property
     def encoding(self) -> str:
-        """How most of its weights are stored: "q4_0"."""
+        """The encoding of most weights, such as "q4_0"."""
         n_experts = {layer.block: layer.n_experts for layer in self.layers}
         n_weights: Counter[str] = Counter()
         for tensor in self.tensors:
@@ -259,20 +263,20 @@ class Model:
         return n_weights.most_common(1)[0][0]
 
     def section(self, section: int) -> bytes:
-        """A copy of a small section; the two banks are not sections in memory."""
+        """A copy of a section, b"" for the two banks."""
         size = ffi.new("uint64_t *")
         data = lib.cflow_model_section(self._handle, section, size)
         return bytes(ffi.buffer(data, size[0])) if data else b""
 
     def place(self, section: int) -> tuple[int, int]:
-        """Where a section or bank lies in the file, and its bytes without padding."""
+        """Offset of a section or bank in the file, and its size in bytes without padding."""
         found = lib.cflow_model_header(self._handle).sections[section]
         return found.offset, found.bytes
 
     @property
     def digest(self) -> str:
-        """Of the header, which has the checksums of all sections, which have those of the weights: two
-        files with the same one are the same file."""
+        """A hash of the header. It covers the file: the header has checksums of the sections, which
+        have those of the weights."""
         header = lib.cflow_model_header(self._handle)
         return blake2b(ffi.buffer(header), digest_size=16).hexdigest()
 
@@ -312,7 +316,7 @@ class Model:
 
     @property
     def reading_order(self) -> list[Tensor]:
-        """The tensors as a step reads them, stage by stage, each where it is first read."""
+        """The tensors in the order in which a step first reads them."""
         order = ffi.new("uint32_t[]", self.header.n_tensors)
         lib.cflow_model_reading_order(self._handle, order)
         tensors = self.tensors
@@ -326,35 +330,35 @@ class Model:
 
     @property
     def tier(self) -> TierStats | None:
-        """The expert cache and its counters so far; None where all experts are resident."""
+        """The expert cache and its counters so far; None if all experts are resident."""
         stats = ffi.new("cflow_tier_stats *")
         lib.cflow_model_tier(self._handle, stats)
         return _record(TierStats, stats) if stats.n_slots else None
 
     @property
     def layer_records(self) -> LayerRecords | None:
-        """Layer weights of which some stay on disk; None without weights_memory."""
+        """The layers' records, if some are on disk; None without weights_memory."""
         records = ffi.new("cflow_layer_records *")
         lib.cflow_model_layer_records(self._handle, records)
         return _record(LayerRecords, records) if records.n_records else None
 
     @property
     def layer_tier(self) -> TierStats | None:
-        """Counters of their reads so far; None where all layers are resident."""
+        """Counters of layer reads so far; None if all layers are resident."""
         stats = ffi.new("cflow_tier_stats *")
         lib.cflow_model_layer_tier(self._handle, stats)
         return _record(TierStats, stats) if stats.n_slots else None
 
     @property
     def expert_uses(self) -> NDArray[np.uint64]:
-        """How often each record was wanted, (n_records,); zeros without an expert cache."""
+        """How often each record was used, (n_records,); zeros without an expert cache."""
         uses = np.zeros(self.header.n_records, np.uint64)
         pointer = ffi.from_buffer("uint64_t[]", uses, require_writable=True)
         lib.cflow_model_expert_uses(self._handle, pointer)
         return uses
 
     def warm(self, uses: NDArray[np.uint64], progress: Progress | None = None) -> None:
-        """Fills the expert cache with what an earlier run used most; uses: its expert_uses."""
+        """Fill the expert cache with the most used records. uses: expert_uses of an earlier run."""
         if uses.shape != (self.header.n_records,):
             raise ValueError(f"uses of {uses.shape} records, the model has {self.header.n_records}")
         state, err = ffi.new("cflow_progress *"), ffi.new("cflow_error *")
@@ -380,8 +384,8 @@ class Model:
 
 
 def _watched(call: Callable[[], int], state: Any, progress: Progress | None) -> int:
-    """The status of a long native call; progress is called from the caller's thread, where an
-    exception (Ctrl-C as well) cancels the call."""
+    """The status of a long native call. `progress` runs in this thread; an exception here, Ctrl-C
+    included, cancels the call."""
     if progress is None:
         return call()
     with ThreadPoolExecutor(1) as pool:
@@ -406,7 +410,7 @@ def _watched(call: Callable[[], int], state: Any, progress: Progress | None) -> 
 
 
 class ContextOptions(TypedDict):
-    """cflow_ctx_options. isa: None for the best; kv_type: "f16", "f32", "bf16" or "q8"."""
+    """cflow_ctx_options. isa: None: the best. kv_type: "f16", "f32", "bf16" or "q8"."""
 
     threads: int
     max_rows: int
@@ -419,7 +423,7 @@ class ContextOptions(TypedDict):
 
 
 def _context_options(options: ContextOptions) -> tuple[Any, Any]:
-    """The struct, and what must live as long as it."""
+    """The struct, and an object that must live as long."""
     isa = options.get("isa")
     c_isa = ffi.NULL if isa is None else ffi.new("char[]", isa.encode())
     values = {
@@ -436,7 +440,7 @@ def _context_options(options: ContextOptions) -> tuple[Any, Any]:
 
 
 def context_memory(model: Model, **options: Unpack[ContextOptions]) -> tuple[int, int]:
-    """Bytes a Context with these options would take: KV blocks, everything else."""
+    """Bytes that a Context with these options allocates: KV blocks, everything else."""
     out, err = ffi.new("uint64_t[2]"), ffi.new("cflow_error *")
     c_options, _keep = _context_options(options)
     _check(lib.cflow_ctx_memory(out, out + 1, model._handle, c_options, err), err)
@@ -450,7 +454,7 @@ _MASK_64 = (1 << 64) - 1
 
 
 class Context:
-    """KV memory, scratch and threads for running a model."""
+    """KV memory, scratch buffers and threads that run a model."""
 
     def __init__(self, model: Model, **options: Unpack[ContextOptions]) -> None:
         c_options, _keep = _context_options(options)
@@ -479,7 +483,7 @@ class Context:
         return str(ffi.string(lib.cflow_ctx_isa(self._handle)).decode())
 
     def bind(self, sequence: int, blocks: Sequence[int]) -> None:
-        """Position p of `sequence` lives in KV block blocks[p // 32]."""
+        """Give a sequence its KV blocks: position p lies in blocks[p // CFLOW_KV_BLOCK]."""
         _check(
             lib.cflow_ctx_bind(self._handle, sequence, list(blocks), len(blocks), self._err),
             self._err,
@@ -492,7 +496,7 @@ class Context:
         _check(lib.cflow_ctx_clear_block(self._handle, block, self._err), self._err)
 
     def step(self, rows: Sequence[Row]) -> StepResult:
-        """One forward of the rows. NativeError with status ECANCELLED: nothing was kept."""
+        """Run one forward pass of the rows. NativeError with status ECANCELLED: nothing was kept."""
         n = len(rows)
         if n > self._max_rows:
             raise NativeError(const.Status.EINVAL, f"{n} rows in a step, at most {self._max_rows}")
@@ -514,19 +518,19 @@ class Context:
         return list(map(RowUsage._make, _USAGE.iter_unpack(ffi.buffer(usage, n * _USAGE.size))))
 
     def row_error(self, row: int) -> str:
-        """Why a row of the last step has the status EIO or EFORMAT; else ""."""
+        """Why a row of the last step has status EIO or EFORMAT; "" for any other row."""
         lib.cflow_ctx_row_error(self._handle, row, self._err)
         return _text(self._err)
 
     def logits(self, row: int) -> Floats:
-        """A copy of the kept logits of a row of the last step, (vocab_size,)."""
+        """A copy of the logits that a row of the last step kept, (vocab_size,)."""
         logits = lib.cflow_ctx_logits(self._handle, row)
         if not logits:
             raise NativeError(const.Status.EINVAL, f"row {row} kept no logits")
         return np.frombuffer(ffi.buffer(logits, 4 * self._vocab_size), np.float32).copy()
 
     def sample(self, picks: Sequence[Pick]) -> list[Choice]:
-        """Tokens from the kept logits of the last step."""
+        """Sample tokens from the logits that the last step kept."""
         n = len(picks)
         if n > self._max_picks:
             raise NativeError(const.Status.EINVAL, f"{n} picks, at most {self._max_picks}")
@@ -560,12 +564,12 @@ class Context:
                 setattr(self._picks[i], name, borrowed[-1])
 
     def cancel(self) -> None:
-        """Makes the running step end early. From any thread."""
+        """End the running step early. May be called from any thread."""
         lib.cflow_ctx_cancel(self._handle)
 
     @property
     def stage_count(self) -> int:
-        """Stages run so far. From any thread."""
+        """Stages run so far. May be read from any thread."""
         return int(lib.cflow_ctx_stage_count(self._handle))
 
     @property
@@ -575,14 +579,14 @@ class Context:
 
     @property
     def stage_times(self) -> list[StageTime]:
-        """Of the plan's stages, the head, and what is done with its logits."""
+        """Times of the plan's stages, of the head, and of sampling and scoring."""
         n = self._n_stages + 2
         times = ffi.new("cflow_stage_time[]", n)
         lib.cflow_ctx_stage_times(self._handle, times)
         return [_record(StageTime, times[i]) for i in range(n)]
 
     def value(self, name: str, row: int) -> Floats:
-        """A value of the plan ("L0.q") for one row of the last step; needs keep_values."""
+        """A value of the plan ("L0.q") for a row of the last step; needs keep_values."""
         width = ffi.new("int32_t *")
         args = (self._handle, name.encode(), row)
         status = lib.cflow_ctx_value(*args, ffi.NULL, 0, width, self._err)
@@ -615,7 +619,7 @@ def crc32c(data: Any, crc: int = 0) -> int:
 
 
 def probe_bandwidth(n_bytes: int, threads: int, passes: int) -> float:
-    """Read bandwidth of main memory in bytes a second, the best of `passes`."""
+    """Read bandwidth of main memory in bytes a second: the best of `passes`."""
     out, err = ffi.new("double *"), ffi.new("cflow_error *")
     _check(lib.cflow_probe_bandwidth(out, n_bytes, threads, passes, err), err)
     return float(out[0])

@@ -1,6 +1,6 @@
-"""What control groups, version 1 and 2, allow this process.
+"""Limits that control groups, version 1 and 2, set for this process.
 
-A limit anywhere on the way from the process's group to the top holds, so every level is read.
+A process obeys the limits of its group and of all parents, so every level is read.
 """
 
 from __future__ import annotations
@@ -9,27 +9,27 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-UNLIMITED_V1_BYTES = 1 << 60  # version 1 writes a huge number for no limit
+UNLIMITED_V1_BYTES = 1 << 60  # version 1 writes a number above it for "no limit"
 
 
 @dataclass(frozen=True)
 class CpuQuota:
     cpus: float  # CPU seconds a second
-    source: str  # the file that says so
+    source: str  # the file that sets it
 
 
 @dataclass(frozen=True)
 class Throttling:
-    """How CPU quotas stopped the process's groups since those were made. These only rise."""
+    """How often CPU quotas stopped the process's groups, since the groups were made."""
 
-    periods: int = 0  # of quotas, in which something ran
-    throttled: int = 0  # of those, ended before their time
-    seconds: float = 0.0  # stopped, summed over CPUs
+    periods: int = 0  # quota periods in which something ran
+    throttled: int = 0  # periods whose quota ran out
+    seconds: float = 0.0  # time stopped, summed over CPUs
 
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """One level's limit and how much of it is in use and cannot be reclaimed, in bytes."""
+    """One level's limit, and the memory in use that cannot be reclaimed, in bytes."""
 
     limit: int
     used: int
@@ -37,13 +37,13 @@ class MemoryLimit:
 
 
 def cpu_quota(root: Path = Path("/")) -> CpuQuota | None:
-    """The tightest CPU quota; None where there is none."""
+    """The tightest CPU quota; None without one."""
     quotas = [*_quotas_v1(root), *_quotas_v2(root)]
     return min(quotas, key=lambda quota: quota.cpus, default=None)
 
 
 def cpu_throttling(root: Path = Path("/")) -> Throttling:
-    """Summed over all levels: one without a quota has no periods."""
+    """Throttling summed over all levels; levels without a quota add nothing."""
     stats = [_stat(level / "cpu.stat") for kind in ("cpu", "") for level in _levels(root, kind)]
 
     def total(name: str) -> int:
@@ -79,7 +79,7 @@ def _memory_v1(root: Path) -> Iterator[MemoryLimit]:
         limit = _number(level / "memory.limit_in_bytes")
         if limit is None:
             continue
-        # Parents that a container cannot see are counted in here.
+        # The hierarchical limit includes parents that a container cannot see.
         limit = min(limit, stat.get("hierarchical_memory_limit", limit))
         cache = stat.get("total_active_file", 0) + stat.get("total_inactive_file", 0)
         used = (_number(level / "memory.usage_in_bytes") or 0) - cache
@@ -103,13 +103,14 @@ def _memory_v2(root: Path) -> Iterator[MemoryLimit]:
 
 
 def _levels(root: Path, controller: str) -> Iterator[Path]:
-    """Folders of the process's group and its parents, as far as they are mounted; "" is version 2."""
+    """Folders of the process's group and its parents that are mounted here. controller: "" for
+    version 2."""
     group = _group(root, controller)
     if group is None:
         return
     for mount_root, mount_point in _mounts(root, controller):
         top = root / mount_point.lstrip("/")
-        # Inside a container the mount may begin below the host's path, or the path may lead out.
+        # Inside a container the mount may begin below the host's path, or the path may leave it.
         inside = group.is_relative_to(mount_root) and ".." not in group.parts
         level = top / group.relative_to(mount_root) if inside else top
         while True:

@@ -18,30 +18,29 @@ ISAS = ("scalar", "avx2", "avx512vnni")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Checked when made: ConfigError names the field and its value. None: chosen by the engine.
+    """Settings of one engine. Raises ConfigError, which names the field and its value. None means
+    that the engine chooses.
 
-    context       positions one sequence may have; at most the model's own. Without it the model's,
-                  or what the KV memory holds if that is less.
-    kv_memory     bytes for keys and values. Without it four full contexts, but at most a quarter of
-                  the memory that is available once the weights are loaded.
-    expert_cache  bytes of memory for experts, or their share of all as in "25%"; the others are read
-                  from the file when they are wanted. Without it all experts if they fit beside
-                  everything else, or else what fits.
-    weights_memory
-                  bytes of memory for the matrices of layers, or their share of all as in "25%"; the
-                  others are read from the file in every step. Without it all layers.
-    expert_io     "direct": past the page cache, where the file system allows it; "cached": through.
-    defer_experts of a token's experts so many, those with the least weight, join the stream a layer
-                  later: their reads have longer, and the output is another one. 0: as the model says.
-    expert_reads, expert_read_rate
-                  bounds that leave others their part of the disk: reads in flight, bytes a second;
-                  for experts, and for layers as well.
-    speculation   "ngram": guesses at an answer's next tokens, from what it and its prompt repeat, are
-                  checked several in a step where that is faster; answers are the same. Or "off".
-    max_queue     answers that may wait beyond those that run.
-    max_step_ms   how long a step may get through prefill while others decode; four times that while
-                  none do.
-    stuck_s       a step without any progress for so long is taken as hung; the worker is replaced.
+    context           positions of a sequence, at most the model's own. Default: the model's own, or
+                      what the KV memory holds.
+    kv_memory         bytes for keys and values. Default: four full contexts, at most a quarter of
+                      the memory left beside the weights.
+    expert_cache      bytes of memory for experts, or a share of all as in "25%"; the rest are read
+                      from the file when a token needs them. Default: all that fit.
+    weights_memory    bytes of memory for the matrices of layers, or a share of all as in "25%"; the
+                      rest are read from the file in every step. Default: all layers.
+    expert_io         how experts and layers are read: "direct" (bypassing the page cache, if the
+                      file system can) or "cached".
+    defer_experts     add the N lowest-weighted experts of each token one layer late, giving their
+                      reads more time. Changes the output. 0: as the model says.
+    expert_reads      most reads in flight, of experts and of layers each.
+    expert_read_rate  most bytes read a second, of experts and of layers each.
+    speculation       "ngram": draft tokens that prompt and answer repeat and check several in one
+                      step, where that is faster; the output stays the same. Or "off".
+    max_queue         answers that may wait besides those that run.
+    max_step_ms       limit on the time of a step with prefill while other sequences decode; four
+                      times that otherwise.
+    stuck_s           a step without progress for this long counts as hung: the worker is replaced.
     """
 
     model: str  # path of a .cflow or .vflow file
@@ -88,19 +87,19 @@ class EngineConfig:
             raise ConfigError(
                 "max_step_tokens",
                 f"{self.max_step_tokens} is less than max_sequences ({self.max_sequences}); "
-                "a step must have room for a token of each",
+                "a step must have room for one token of each sequence",
             )
 
     @property
     def max_logits(self) -> int:
-        """Rows of a step that keep their logits: one of each sequence, and all that one guesses."""
+        """Rows of a step that keep their logits: one of each sequence, or one sequence's drafts."""
         if self.speculation == "off":
             return self.max_sequences
         return max(self.max_sequences, min(MAX_DRAFTS + 1, self.max_step_tokens))
 
 
 def read_share(text: str) -> float:
-    """ "25%" as 0.25. ValueError for what is no percentage above 0 and up to 100."""
+    """A percentage as a share: "25%" is 0.25. ValueError unless it is above 0 and at most 100."""
     percent = float(text[:-1]) if text.endswith("%") else math.nan
     if not 0 < percent <= 100:
         raise ValueError(f"{text!r} is not a percentage")

@@ -1,12 +1,12 @@
-"""What can go wrong in the engine.
+"""Errors of the engine. The text of each is written for the user.
 
-CflowError                 str() is for the person who reads it
-  ConfigError              a setting is out of range; has .field
-  EngineError              running a model failed; has .code
-    ModelError             a model file or reference cannot be used
-      FetchError           a model is not here and its source cannot be reached
-      NoModelError         a reference names nothing that there is
-    TemplateError          the model's chat template failed on these messages
+CflowError            root
+  ConfigError         a setting is out of range; has .field
+  EngineError         running a model failed; has .code
+    ModelError        a model file or reference cannot be used
+      FetchError      a model cannot be downloaded
+      NoModelError    a reference names no model
+    TemplateError     the chat template failed on these messages
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ class ModelError(EngineError):
 
 
 class FetchError(ModelError):
-    """A model that is not on this machine and cannot be fetched; the message says what would help."""
+    """A model that is not on this machine and cannot be downloaded; the message says what helps."""
 
 
 class NoModelError(ModelError):
-    """A reference that names no file, folder, repository or catalogue entry; the message lists those."""
+    """A reference that names no file, folder, repository or catalogue entry."""
 
 
 class TemplateError(EngineError):
-    """The chat template refused the messages, failed, or ran out of its time or memory."""
+    """The chat template rejected the messages, failed, or exceeded its time or memory."""
 
     def __init__(self, message: str) -> None:
         super().__init__("template_error", message)

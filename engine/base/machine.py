@@ -1,6 +1,6 @@
-"""What this machine gives us: cores, memory, huge pages, disk space; read, never guessed.
+"""Cores, memory, huge pages and disk space of this machine, read from the kernel.
 
-Readers take the root of the file system, so that tests can lay out other machines.
+Functions take the root of the file system, so that tests can simulate other machines.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ONE_NODE = "bind the server to one, e.g. numactl -N 0 -m 0 cflow serve"
 
 @dataclass(frozen=True)
 class Cores:
-    """threads: how many compute threads pay, and why not more."""
+    """threads: the number of compute threads to use; reason: why not more."""
 
     threads: int
     reason: str
@@ -31,7 +31,7 @@ class Cores:
 
 @dataclass(frozen=True)
 class Memory:
-    """In bytes, under every limit. Page cache counts as available."""
+    """Memory within every limit, in bytes. Page cache counts as available."""
 
     total: int
     available: int
@@ -46,8 +46,9 @@ class Cpu:
 
 
 def cores(root: Path = ROOT) -> Cores:
-    """Threads = min(whole CPUs of the quota, affinity, physical cores in it), at least 1. Two threads
-    on one core share its multipliers, and a thread over the quota stops all at the next barrier."""
+    """Cores that this process can use. One thread a physical core in the affinity mask, but no more
+    than whole CPUs in the quota, and at least 1: two threads on a core share its multipliers, and
+    when the quota stops one thread the others wait at the next barrier."""
     allowed = _allowed_cpus(root)
     physical = len({_siblings(root, cpu) for cpu in allowed})
     quota = cpu_quota(root)
@@ -64,7 +65,7 @@ def cores(root: Path = ROOT) -> Cores:
 
 
 def memory(root: Path = ROOT) -> Memory:
-    """What can be taken without swapping or being killed."""
+    """Memory that can be allocated without swapping or being killed."""
     info = _pairs(root / "proc/meminfo")
     total, free = (1024 * int(info[key].split()[0]) for key in ("MemTotal", "MemAvailable"))
     source = "/proc/meminfo"
@@ -83,8 +84,8 @@ def cpu(root: Path = ROOT) -> Cpu:
 
 
 def beyond_caches(available: int) -> int:
-    """Bytes to measure main memory with: more than caches hold, and at most half of what is available,
-    as a control group ends who takes more than it has left. Less than four times the caches flatters."""
+    """Bytes to measure main memory with: four times the caches, since less gives too high a rate, but
+    at most half of what is available, since a control group kills a process that exceeds it."""
     wanted = max(1 << 30, 4 * cpu().l3_bytes)
     return max(min(wanted, available // 2), 16 << 20)
 
@@ -112,7 +113,7 @@ def _allowed_cpus(root: Path) -> set[int]:
 
 
 def _siblings(root: Path, cpu: int) -> frozenset[int]:
-    """The logical CPUs of one core. Where the kernel says nothing, each is a core."""
+    """The logical CPUs of one core. Without information from the kernel, each CPU is a core."""
     topology = root / CPUS / f"cpu{cpu}/topology"
     listed = _read(topology / "core_cpus_list") or _read(topology / "thread_siblings_list")
     return frozenset(_cpu_list(listed) or {cpu})
@@ -128,7 +129,7 @@ def _n_nodes(root: Path, allowed: set[int]) -> int:
 
 
 def _l3_bytes(root: Path) -> int:
-    """Each cache once, though every CPU that shares it lists it."""
+    """Bytes of all caches, each counted once although every CPU that shares it lists it."""
     sizes = {}
     for cpu in _allowed_cpus(root):
         for index in (root / CPUS / f"cpu{cpu}/cache").glob("index*"):
@@ -154,7 +155,7 @@ def _cpu_list(text: str) -> set[int]:
 
 
 def _pairs(path: Path) -> dict[str, str]:
-    """Lines of "name : value"; of names that come again the first counts."""
+    """Lines of "name : value". The first of several lines with one name counts."""
     pairs: dict[str, str] = {}
     for line in _read(path).splitlines():
         name, _, value = line.partition(":")
@@ -163,7 +164,7 @@ def _pairs(path: Path) -> dict[str, str]:
 
 
 def _read(path: Path) -> str:
-    """Missing files are normal here: kernels and containers differ."""
+    """The text of a file, "" if it is missing: kernels and containers differ."""
     try:
         return path.read_text()
     except OSError:

@@ -1,8 +1,8 @@
-"""What crosses the socket pair between the front end and the worker: length-prefixed msgpack.
+"""The protocol between front end and worker: length-prefixed msgpack over a socket pair.
 
-A frame is a little-endian u32 length and that many bytes, one message. Down: Hello, Submit, Cancel,
-Drain. Up: Loading, Ready, Step, Failed, Line, Stats, Heartbeat, Fatal. Every choice of a request ends
-with exactly one Finish in a Step or the request ends with one Failed.
+A frame is a little-endian u32 length and one message of that many bytes. Down: Hello, Submit, Cancel,
+Drain. Up: Loading, Ready, Step, Failed, Line, Stats, Heartbeat, Fatal. A request ends with one Finish
+for each choice, or with one Failed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_FRAME_BYTES = 256 << 20
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How tokens are chosen and when they stop. Already validated; the worker trusts it."""
+    """How tokens are sampled and when they stop. The front end has validated it."""
 
     max_tokens: int
     min_tokens: int = 0
@@ -39,16 +39,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     n_logprobs: int | None = None  # None: none; 0: the chosen token's; k: and the k best
     n_prompt_logprobs: int | None = None
     n_experts: int = 0  # 0: the model's own number
-    grammar: str | None = None  # what the answer must follow (grammar.py), checked
+    grammar: str | None = None  # what the answer must follow (text/grammar.py), checked
     shown_ids: tuple[int, ...] = ()  # special tokens whose text is part of the answer
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """First message down: what to load and how. Everything a worker needs to know."""
+    """The first message down: what to load and how."""
 
     protocol: int
     engine: dict[str, str | int | float | bool | None]  # fields of config.EngineConfig
-    digest: str  # of the model file, as the front end has read it
+    digest: str  # of the model file that the front end has read
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
@@ -58,10 +58,10 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     prompt: tuple[int, ...]
     n_choices: int
     sampling: SamplingParams
-    key: str = ""  # whose request: fairness between keys
+    key: str = ""  # whose request; keys share the engine fairly
     priority: int = 0  # smaller goes first
-    place: int = 0  # of its first choice among the answers of one HTTP request
-    deadline: float | None = None  # of time.monotonic(); what is not finished then ends so
+    place: int = 0  # index of its first choice among all answers of the HTTP request
+    deadline: float | None = None  # time.monotonic() at which unfinished choices end
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
@@ -69,13 +69,13 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
 
 
 class Drain(msgspec.Struct, frozen=True, tag="drain"):
-    """Finish what runs within timeout_s, fail the rest, then exit."""
+    """Finish requests for up to timeout_s, fail the rest, then exit."""
 
     timeout_s: float
 
 
 class Logprob(msgspec.Struct, frozen=True, array_like=True):
-    """One token's log-probability and the best alternatives, best first."""
+    """A token's log-probability and the best alternatives, best first."""
 
     token: int
     logprob: float
@@ -92,8 +92,8 @@ TIMED_OUT = Finish("length", "timeout")
 
 
 class DiskUsage(msgspec.Struct, frozen=True, array_like=True):
-    """What an answer's tokens asked of the disk: fields of RowUsage, summed. What several wanted in
-    one step is charged to the first."""
+    """What a choice read from disk: fields of RowUsage, summed. A read that several rows of a step
+    share is charged to the first."""
 
     expert_hits: int = 0
     expert_misses: int = 0
@@ -108,9 +108,8 @@ class DiskUsage(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Delta(msgspec.Struct, frozen=True, array_like=True):
-    """What one choice gained in a step. Text lags behind tokens while bytes are held back.
-
-    The token that ends an answer counts as one of its tokens; logprobs follow tokens one to one.
+    """What a step added to one choice. Text lags behind tokens while bytes are held back. The token
+    that ends an answer is one of its tokens. logprobs: one per token, if requested.
     """
 
     request_id: int
@@ -119,14 +118,14 @@ class Delta(msgspec.Struct, frozen=True, array_like=True):
     text: str = ""
     logprobs: tuple[Logprob, ...] = ()
     finish: Finish | None = None
-    # Set once, on the first delta of choice 0 (n_cached: prompt tokens that came from the cache).
+    # Set on the first delta of choice 0. n_cached: prompt tokens found in the prefix cache.
     n_cached: int | None = None
     prompt_logprobs: tuple[Logprob | None, ...] | None = None
-    # Set with the finish, where weights come from disk.
+    # Set with the finish, if some weights are on disk.
     disk: DiskUsage | None = None
 
     def __add__(self, then: Delta) -> Delta:
-        """And what the choice gained next in the same step."""
+        """This delta followed by another of the same step."""
         return replace(
             self,
             tokens=self.tokens + then.tokens,
@@ -138,7 +137,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Progress(msgspec.Struct, frozen=True, array_like=True):
-    """A request's prompt is begun (first one: n_done tokens came from the cache) or further on."""
+    """Prompt tokens done. The first one of a request tells how many were in the prefix cache."""
 
     request_id: int
     n_done: int
@@ -150,7 +149,7 @@ class Step(msgspec.Struct, frozen=True, tag="step"):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """The request is over, all its choices. code: an errors.py code, e.g. "cancelled"."""
+    """A request and all its choices have ended. code: of EngineError, such as "cancelled"."""
 
     request_id: int
     code: str
@@ -158,14 +157,14 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 class Line(msgspec.Struct, frozen=True, tag="line"):
-    """Requests of which something waits to run, the next first. When that changes, at most once a
+    """Requests with waiting sequences, the next to run first. Sent when it changes, at most once a
     second."""
 
     request_ids: tuple[int, ...]
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """The model is loaded and a first token has been made."""
+    """The model is loaded and has generated a token."""
 
     pid: int
     isa: str
@@ -177,28 +176,30 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     kv_bytes: int
     scratch_bytes: int
     load_s: float
-    threads_reason: str = ""  # why n_threads, and not more
-    notes: tuple[str, ...] = ()  # what did not go as wished: buffered reads, no huge pages
-    n_deferred: int = 0  # experts of a token that join a layer late
-    n_experts: int = 0  # where some stay on disk: of all layers
-    n_expert_slots: int = 0  # how many of them fit into memory
-    expert_bytes: int = 0  # what those take, part of resident_bytes
-    expert_io: str = ""  # how the others are read: "direct" or "cached"
-    n_layers: int = 0  # where some stay on disk: of all
-    n_layers_kept: int = 0  # that are always in memory
-    n_layer_slots: int = 0  # these and what passes through
-    layer_bytes: int = 0  # what that takes, part of resident_bytes
-    layer_step_bytes: int = 0  # of the others, read in every step
+    threads_reason: str = ""  # why n_threads
+    notes: tuple[str, ...] = ()  # what is worse than it could be: buffered reads, no huge pages
+    n_deferred: int = 0  # experts of a token that are added one layer late
+    # If some experts are on disk:
+    n_experts: int = 0  # of all layers
+    n_expert_slots: int = 0  # experts that fit into memory
+    expert_bytes: int = 0  # memory of these slots, part of resident_bytes
+    expert_io: str = ""  # how experts are read: "direct" or "cached"
+    # If some layers are on disk:
+    n_layers: int = 0
+    n_layers_kept: int = 0  # layers always in memory
+    n_layer_slots: int = 0  # these, and slots that the other layers pass through
+    layer_bytes: int = 0  # memory of these slots, part of resident_bytes
+    layer_step_bytes: int = 0  # read from disk in every step
 
 
 class Loading(msgspec.Struct, frozen=True, tag="loading"):
-    what: str  # "weights", or "experts" that were used most
+    what: str  # "weights", then "experts" while a cache warms up
     done_bytes: int
     total_bytes: int
 
 
 class DiskStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """Of a kind of weights that come from disk: fields of cflow_tier_stats, which explains them."""
+    """Counters of one kind of weights on disk: fields of cflow_tier_stats, which explains them."""
 
     n_resident: int = 0
     n_loading: int = 0
@@ -237,28 +238,28 @@ class Stats(msgspec.Struct, frozen=True, tag="stats", kw_only=True):
     prefix_queries: int = 0  # prompt tokens looked up
     prefix_hits: int = 0  # prompt tokens found
     preemptions: int = 0
-    preemptions_memory: int = 0  # of these, for want of KV blocks
-    drafts: int = 0  # times that guesses were run for a sequence
-    guesses: int = 0
-    right_at: tuple[int, ...] = ()  # of the first guesses, second ones, ...: those that were right
+    preemptions_memory: int = 0  # of these, because KV blocks ran out
+    drafts: int = 0  # steps that checked drafts, counted per sequence
+    guesses: int = 0  # drafts checked
+    right_at: tuple[int, ...] = ()  # drafts accepted, by their position in the step
     steps: int = 0
     step_s: float = 0.0
     read_bytes: int = 0
     cancelled_queue: int = 0
     cancelled_prefill: int = 0
     cancelled_decode: int = 0
-    disk: dict[str, DiskStats] = {}  # of "experts" and "layers", where some stay there
+    disk: dict[str, DiskStats] = {}  # of "experts" and "layers", if some are on disk
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
-    """Every 500 ms from the reader thread, also during a step. stages: the native stage counter."""
+    """Sent every 500 ms, also during a step. stages: cflow_ctx_stage_count."""
 
     stages: int
     in_step: bool
 
 
 class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
-    """The worker cannot go on, e.g. the model cannot be loaded. Its last message."""
+    """The worker's last message: it cannot go on, for example because the model does not load."""
 
     code: str
     message: str
@@ -281,13 +282,13 @@ def encode_frame(message: Down | Up) -> bytes:
 
 
 class FrameSplitter:
-    """Cuts a byte stream into the bodies of its frames."""
+    """Splits a byte stream into the bodies of its frames."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """The bodies that data completes. Raises ValueError for a length no sender makes."""
+        """The bodies that data completes. ValueError for a length above MAX_FRAME_BYTES."""
         self._buffer += data
         start = 0
         while len(self._buffer) - start >= _LENGTH.size:

@@ -1,4 +1,4 @@
-"""The metadata of a model file that running it depends on, checked (docs/format.md lists the keys)."""
+"""The metadata that running a model depends on, checked. docs/format.md lists the keys."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from cflow.engine.base.errors import ModelError
 
-# Generation defaults a file may carry, and what the sampler takes.
+# Generation defaults that a file may have, and the values that the sampler accepts.
 GENERATION_RANGES = {
     "temperature": (0, 100),
     "top_k": (-1, 2**31 - 1),

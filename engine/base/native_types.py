@@ -1,7 +1,6 @@
-"""What goes into and comes out of the native engine, as plain Python values.
+"""Arguments and results of the C library as plain Python values.
 
-The dataclasses mirror structs of native/include/cflow.h, where each field is explained; a test
-compares their fields with it.
+Most mirror structs of native/include/cflow.h, which explains each field; a test compares them.
 """
 
 from __future__ import annotations
@@ -180,7 +179,7 @@ class LayerRecords:
 
 
 class TokenBytes(list[bytes]):
-    """The token-bytes table: what each token id spells, and which are special (never shown)."""
+    """The bytes of each token id, and which ids are special (never shown)."""
 
     def __init__(self, tokens: Iterable[bytes], flags: bytes) -> None:
         super().__init__(tokens)
@@ -203,7 +202,7 @@ class Row(NamedTuple):
 
 
 class Score(NamedTuple):
-    """A token's natural log-probability under softmax of the raw logits; top: best first."""
+    """A token's natural log-probability under softmax of the raw logits. top: the best, best first."""
 
     token: int
     logprob: float
@@ -212,7 +211,7 @@ class Score(NamedTuple):
 
 
 class RowUsage(NamedTuple):
-    """What a row asked of the disk: cflow_row_usage."""
+    """What a row read from disk: cflow_row_usage."""
 
     expert_hits: int
     expert_misses: int
@@ -222,8 +221,8 @@ class RowUsage(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """status: a cflow_status per row. scores: one per SCORE row, in row order. usage: one per row
-    where weights come from disk, else empty."""
+    """What a step computed. status: a cflow_status per row. scores: one per SCORE row, in row order.
+    usage: one per row if some weights are on disk, else empty."""
 
     status: list[int]
     scores: list[Score]
@@ -232,9 +231,9 @@ class StepResult(NamedTuple):
 
 @dataclass(slots=True)
 class Pick:
-    """How to choose a token from a kept row of logits: cflow_pick. Reuse one per answer.
+    """How to sample a token from a kept row of logits: cflow_pick. Reuse one per sequence.
 
-    Arrays are passed on without a copy; they must be contiguous.
+    Arrays must be contiguous; they are not copied.
     """
 
     row: int
@@ -257,8 +256,8 @@ class Pick:
 
 
 class Choice(NamedTuple):
-    """status: OK, EINVAL (nothing is allowed) or ENUMERIC; token is -1 unless it is OK.
-    score: where the pick's n_top is 0 or more."""
+    """A sampled token. status: OK, EINVAL (no token is allowed) or ENUMERIC; token is -1 unless OK.
+    score: if the pick's n_top is at least 0."""
 
     status: int
     token: int

@@ -328,7 +328,7 @@ class _File:
     def held_rate(self) -> float:
         """Bytes a second of one reader that nobody bounds, less a little."""
         cache, records = (BATCH + 1) * self.bank.record_bytes, self.shuffled()
-        with closing(Model(str(self.path), experts={"cache": cache, "threads": 1})) as model:
+        with closing(Model(str(self.path), experts={"cache": cache, "expert_reads": 1})) as model:
             self.read_all(model, records[-BATCH:])  # memory's first touch is slower than any disk
             start, before = time.perf_counter(), _tier(model).warm_bytes
             for first in range(0, len(records), BATCH):
@@ -402,7 +402,7 @@ class _Tiers:
             threads=threads,
             experts={
                 "cache": slots * self._file.bank.record_bytes,
-                "threads": 1,
+                "expert_reads": 1,
                 "bytes_per_s": self.rate,
                 "speculate": False,
                 "window": window,

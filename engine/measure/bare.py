@@ -1,4 +1,4 @@
-"""A model and one context without a scheduler, for measuring: the caller says how large."""
+"""A model and one context without a scheduler, of a size that the caller chooses."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def open_bare(
 
 
 def open_stream(model: Model, n_tokens: int, *, threads: int, keep_values: bool = False) -> Context:
-    """A context for decode() of one stream of up to so many tokens."""
+    """A context for decode() of one stream of up to n_tokens."""
     context = Context(
         model,
         threads=threads,
@@ -49,9 +49,9 @@ def open_stream(model: Model, n_tokens: int, *, threads: int, keep_values: bool 
 def decode(
     context: Context, tokens: Iterable[Sequence[int]], *, first: int = 0, n_experts: int = 0
 ) -> Iterator[int]:
-    """Streams from position `first` on, fed with tokens: for each step one of every stream.
-    n_experts: of each layer, 0: top_k. Yields behind each step, whose logits are there, how many
-    are done."""
+    """Run one step for each item of `tokens`, which has one token of every stream, from position
+    `first` on. n_experts: of each layer, 0: top_k. Yields the number of steps done after each step,
+    while its logits can be read."""
     flags = const.CFLOW_ROW_LOGITS
     for n_done, fed in enumerate(tokens):
         at = first + n_done
@@ -61,7 +61,7 @@ def decode(
 
 
 def step(context: Context, rows: Sequence[Row]) -> StepResult:
-    """A step all of whose rows come out well. CflowError says why one did not."""
+    """Run a step. CflowError if a row fails."""
     result = context.step(rows)
     failed = next((i for i, status in enumerate(result.status) if status), None)
     if failed is not None:

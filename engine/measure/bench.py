@@ -1,10 +1,10 @@
-"""How fast a model runs here, next to how fast its memory could let it.
+"""Speed of prefill and decode, beside the bandwidth of memory and disk.
 
-Decode starts from an empty context and is fed random tokens, a greedy choice counted with each step;
-prefill is one prompt in the server's step size. No server, no text. Tokens are the same in every
-bench and others in each of its runs, so that no run finds the experts of the one before. Memory is
-measured before each run of one stream and after the last one, and so is a disk that takes part: the
-speeds of both drift within minutes.
+Decode feeds random tokens to an empty context (or one filled to a depth) and samples greedily in each
+step. Prefill is one prompt in steps of the server's size. The tokens are the same in every bench but
+differ between its runs, so that no run finds the experts of an earlier one in the cache. Memory, and
+the disk if weights are on it, are measured before each run of one stream and after the last one,
+because their speeds drift within minutes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PROBE_PASSES = 6
 
 @dataclass(frozen=True)
 class Runs:
-    """Tokens a second of the repetitions."""
+    """Tokens a second of repeated runs."""
 
     min: float
     median: float
@@ -51,7 +51,7 @@ class Runs:
 
 @dataclass(frozen=True)
 class Batch:
-    """Streams decoded together; the rate is the sum over them."""
+    """Streams decoded together; rates are sums over the streams."""
 
     streams: int
     rates: Runs
@@ -59,12 +59,12 @@ class Batch:
 
 @dataclass(frozen=True)
 class TierUse:
-    """What some tokens cost of an expert cache."""
+    """What some tokens read from disk."""
 
     tokens: int
     hits: int
     misses: int
-    reads: int  # of misses, and of guesses that were wrong
+    reads: int  # misses, and speculative reads that were wrong
     disk_bytes: int
     stall_s: float
 
@@ -80,8 +80,8 @@ class TierUse:
         )
 
     def floor_tok_s(self, disk_gb_s: float) -> float | None:
-        """Tokens a second if nothing took time but reading what was missed. None if nothing was, or
-        all of it had been read ahead before, so that no read says how large it is."""
+        """Tokens a second if only reading the misses took time. None without misses, or without reads
+        to tell their size (all were read ahead)."""
         if not self.misses or not self.reads:
             return None
         missed_bytes = self.disk_bytes * self.misses / self.reads
@@ -90,16 +90,15 @@ class TierUse:
 
 @dataclass(frozen=True)
 class Tier:
-    """Records that come from disk, and what prefill and one stream's decode cost of them in all
-    their runs."""
+    """Records on disk, and what all runs of prefill and of one stream's decode read of them."""
 
     records: int
-    in_memory: int  # slots of the expert cache; layers that stay
+    in_memory: int  # slots of the expert cache, or layers always in memory
     io: str  # "direct" or "cached"
     prefill: TierUse
     decode: TierUse
-    prefill_disk_probe_gb_s: float  # direct reads of such records, median of those between its runs
-    disk_probe_gb_s: float  # of decode
+    prefill_disk_probe_gb_s: float  # reads of such records, median of those between the runs
+    disk_probe_gb_s: float  # the same for decode
 
     @property
     def floor_tok_s(self) -> float | None:
@@ -146,19 +145,19 @@ class BenchResult:
     quant: str
     prompt: int  # tokens of a prefill run
     gen: int  # tokens of a decode run, per stream
-    depth: int  # positions that lie before them
+    depth: int  # positions before them
     prefill: Runs
     decode: Runs
     batch: tuple[Batch, ...]
-    bytes_per_token: int  # weights one decode step reads
-    kv_bytes_per_token: int  # keys and values of the depth that it reads beside
+    bytes_per_token: int  # weights that a decode step reads
+    kv_bytes_per_token: int  # keys and values of the depth that it also reads
     probes: tuple[float, ...]  # GB/s, before each run of decode and after the last one
-    fraction: Runs  # of the probes beside a run of decode, what it read of the weights
+    fraction: Runs  # rate of weight reads in decode, as a share of the probes around each run
     isa: str
     threads: int
     resident_bytes: int
     huge_page_ratio: float
-    experts: Tier | None  # where they come from disk
+    experts: Tier | None  # if some are on disk
     layers: Tier | None
 
     @property
@@ -170,7 +169,7 @@ class BenchResult:
         return statistics.median(self.probes)
 
     def to_json(self) -> dict[str, Any]:
-        """Rates are medians; the spread stands beside them under "runs"."""
+        """The report. Rates are medians; "runs" has the spread."""
         return {
             "model": self.model,
             "quant": self.quant,
@@ -213,15 +212,17 @@ def run(
     runs: int = 3,
     progress: Report = silent,
 ) -> BenchResult:
-    """Loads the model of config and measures it, `runs` times each. prompt: its tokens; None: 512, or
-    what the context holds behind depth. depth: positions of a sequence whose keys and values are
-    there before prefill and decode begin."""
+    """Load a model and measure prefill and decode `runs` times each. prompt: tokens; None: 512, or what
+    the context holds after depth. gen: tokens of a decode run. batch: numbers of streams. depth:
+    positions already in KV memory before prefill and decode begin."""
     header = Model(config.model, header_only=True)
     if prompt is None:
         prompt = min(MAX_STEP_ROWS, max(header.header.context - depth, 1))
     _check(header, prompt, gen, batch, depth, runs)
     streams = max([1, *batch])
-    probe_bytes = machine.beyond_caches(machine.memory().available // 2)  # as much is for the model
+    probe_bytes = machine.beyond_caches(
+        machine.memory().available // 2
+    )  # the other half is for the model
     kv_blocks = max(n_blocks_for(depth + prompt), streams * n_blocks_for(depth + gen))
     model, context, threads, kv_bytes = open_bare(
         config,
@@ -281,7 +282,7 @@ def _check(
 
 
 def _kv_read(model: Model, depth: int) -> int:
-    """Positions that a token there reads, in the mean over layers, whose windows may be shorter."""
+    """Positions that a token at this depth reads: the mean over layers, some of which have windows."""
     read = [min(depth, layer.window or depth) for layer in model.layers]
     return sum(read) // len(read)
 
@@ -292,14 +293,14 @@ def _note(disks: Iterable[_Disk]) -> None:
 
 
 def _experts(model: Model, config: EngineConfig) -> _Disk | None:
-    """None: all are in memory."""
+    """The disk reads of these weights; None if all are in memory."""
     if (tier := model.tier) is None:
         return None
     return _Disk(model, "tier", tier.n_slots, ExpertBank.of(model), config.expert_reads)
 
 
 def _layers(model: Model, config: EngineConfig) -> _Disk | None:
-    """None: all are in memory."""
+    """The disk reads of these weights; None if all are in memory."""
     tier, records = model.layer_tier, model.layer_records
     if tier is None or records is None:
         return None
@@ -308,8 +309,8 @@ def _layers(model: Model, config: EngineConfig) -> _Disk | None:
 
 
 class _Disk:
-    """Records of a model that come from disk, watched while it runs. counters: the property of the
-    model that counts their reads. bank: what the disk is measured with."""
+    """Watches the disk reads of a model while it runs. counters: the property of the model that counts
+    them. bank: records that measure the disk."""
 
     def __init__(
         self, model: Model, counters: str, in_memory: int, bank: ExpertBank, n_reads: int
@@ -328,12 +329,12 @@ class _Disk:
         report("disk probe", 1, 1)
 
     def note(self) -> None:
-        """To be called before prefill, after it, and after decode."""
+        """Record the counters. Call it before prefill, after it, and after decode."""
         self._notes.append(self._stats())
         self._rates.append([])
 
     def tier(self, n_prompt: int, n_gen: int) -> Tier:
-        """For so many tokens of prefill and of decode."""
+        """The result for this many tokens of prefill and decode."""
         first, between, last = self._notes
         return Tier(
             records=last.n_records,
@@ -348,20 +349,20 @@ class _Disk:
 
 @dataclass(frozen=True)
 class Decoded:
-    """Tokens a second of each run, and what memory gave before each of one stream and after them."""
+    """Tokens a second of each run; for one stream also GB/s of memory before each run and after the last."""
 
     rates: tuple[float, ...]
     probes: tuple[float, ...]
 
     def fraction(self, bytes_per_token: int) -> Runs:
-        """Of the probes beside each run, what it read."""
+        """Rate of weight reads as a share of the mean of the probes around each run."""
         beside = (sum(pair) / 2 * 1e9 for pair in pairwise(self.probes))
         pairs = zip(self.rates, beside, strict=True)
         return Runs.of([rate * bytes_per_token / probe for rate, probe in pairs])
 
 
 class _Bench:
-    """Times steps of one context."""
+    """Times the steps of one context."""
 
     def __init__(
         self,
@@ -395,8 +396,8 @@ class _Bench:
             disk.probe(self._report)
 
     def warm_up(self, kv_blocks: int) -> None:
-        """Keys and values of a depth are those of one block, again and again: what they are changes
-        no time."""
+        """Run a few steps, and fill the depth with copies of one block: the values of keys do not
+        change the time."""
         self._bind(1, WARM_UP_STEPS)
         for _ in self._steps(1, WARM_UP_STEPS):
             pass
@@ -406,7 +407,7 @@ class _Bench:
                 self._context.copy_block(0, block)
 
     def prefill(self, n: int, disks: Iterable[_Disk]) -> Runs:
-        """One prompt of n tokens and its first choice."""
+        """Time one prompt of n tokens and its first sampled token."""
         self._bind(1, n)
         rates = []
         for done in range(self._runs):
@@ -425,7 +426,7 @@ class _Bench:
         return Runs.of(rates)
 
     def decode(self, streams: int, n: int, disks: Iterable[_Disk] = ()) -> Decoded:
-        """n tokens for each of `streams` sequences, all in every step."""
+        """Time n steps with one token of each stream."""
         self._bind(streams, n)
         what, total = f"decode {streams}", self._runs * n
         rates, probes = [], []
@@ -440,8 +441,8 @@ class _Bench:
         return Decoded(tuple(rates), (*probes, *self._memory(streams)))
 
     def _memory(self, streams: int) -> list[float]:
-        """GB/s, read with the same threads. Many streams share the weights that they read, so only one
-        is limited by memory."""
+        """Memory bandwidth in GB/s with the same threads. Not measured for several streams: they share
+        weight reads, so memory does not limit them."""
         if streams > 1:
             return []
         self._report("probe", 0, 1)
@@ -450,7 +451,7 @@ class _Bench:
         return [rate]
 
     def _steps(self, streams: int, n: int) -> Iterator[int]:
-        """n steps of one row a stream, behind the depth; yields how many are done."""
+        """Run n steps of one row a stream after the depth; yields the number of steps done."""
         picks = [Pick(row, temperature=0.0) for row in range(streams)]
         tokens = self._tokens(streams * n)
         fed = (tokens[i : i + streams] for i in range(0, len(tokens), streams))

@@ -1,4 +1,4 @@
-"""How fast the disk under a model gives its experts."""
+"""Speed of random reads from a model file."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ HUGE_PAGE = 2 << 20
 
 
 def probe_disk(path: Path, bank: ExpertBank, n_reads: int) -> float:
-    """Bytes a second of direct reads of whole records in random order, n_reads in flight, into memory
-    like that of an expert cache; through the page cache where the file system has no direct reads.
-    For 2 GiB or 3 s."""
+    """Bytes a second of direct reads of whole records in random order, with n_reads in flight, into
+    memory like that of an expert cache. Stops after 2 GiB or 3 s. Reads through the page cache if
+    the file system has no direct reads."""
     places = list(bank.offsets)
-    random.shuffle(places)  # others each time: what lies below the disk may have a cache
+    random.shuffle(places)  # a new order each time: storage below may cache reads
     places = places[: max(n_reads, MAX_BYTES // bank.record_bytes)]
     fd = _open(path)
     try:
@@ -55,8 +55,8 @@ def _slot_bytes(record_bytes: int) -> int:
 
 
 def _memory(n_reads: int, record_bytes: int) -> mmap.mmap:
-    """Slots for records, more than the processor's caches hold, and all there before the clock runs.
-    In huge pages: in small ones a request to the disk ends where the next page lies elsewhere, and
+    """Slots for records, more than the processor's caches hold, all touched before timing starts. Huge
+    pages, because the kernel splits a disk request at every physical discontinuity: with small pages
     reads take up to three times as long."""
     slot = _slot_bytes(record_bytes)
     n_slots = max(n_reads, MEMORY_BYTES // slot)
@@ -70,7 +70,7 @@ def _memory(n_reads: int, record_bytes: int) -> mmap.mmap:
 def _read(
     fd: int, todo: deque[tuple[int, int]], memory: mmap.mmap, record_bytes: int, deadline: float
 ) -> int:
-    """Reads records that the others leave, from their places into their slots: how many bytes came."""
+    """Read records from a shared queue into their slots until `deadline`; returns the bytes read."""
     n_bytes = 0
     with memoryview(memory) as whole:
         while time.perf_counter() < deadline:

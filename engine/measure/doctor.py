@@ -1,4 +1,4 @@
-"""What this machine offers, and what stands in the way of speed."""
+"""What this machine offers for running models, and what slows it down."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from cflow.engine.native import best_isa
 
 SMALL_MEMORY_BYTES = 2 << 30
 SMALL_DISK_BYTES = 4 << 30
-THROTTLED_PART = 0.1  # of the periods; more shows in latency
+THROTTLED_PART = 0.1  # of the periods; a larger part shows in latency
 
 
 @dataclass(frozen=True)
 class Finding:
-    """advice: what to do about it; empty where all is well."""
+    """A fact about this machine. advice: what to change, "" if nothing."""
 
     name: str
     value: str
@@ -24,7 +24,7 @@ class Finding:
 
 
 def run() -> list[Finding]:
-    """Looks, changes nothing."""
+    """All findings. Changes nothing."""
     return [
         _processor(), _kernels(), _threads(), _throttling(), _memory(), _huge_pages(), _disk(),
     ]  # fmt: skip
@@ -48,7 +48,7 @@ def _threads() -> Finding:
     cores = machine.cores()
     advice = ""
     if cores.quota and cores.quota.cpus < cores.physical:
-        advice = f"the CPU quota in {cores.quota.source} is below the cores there are; raise it"
+        advice = f"the CPU quota in {cores.quota.source} is below the number of cores; raise it"
     elif cores.nodes > 1:
         advice = f"several memory nodes: {machine.ONE_NODE}"
     return Finding("threads", f"{cores.threads} ({cores.reason})", advice)
@@ -66,7 +66,7 @@ def _throttling() -> Finding:
 
 def _memory() -> Finding:
     memory = machine.memory()
-    value = f"{memory.available / 1e9:.1f} GB of {memory.total / 1e9:.1f} GB can be taken"
+    value = f"{memory.available / 1e9:.1f} GB of {memory.total / 1e9:.1f} GB is available"
     value += f" ({memory.limited_by})"
     is_small = memory.available < SMALL_MEMORY_BYTES
     return Finding("memory", value, "room for small models only" if is_small else "")
@@ -77,7 +77,7 @@ def _huge_pages() -> Finding:
     advice = ""
     if setting in ("never", "unavailable"):
         advice = (
-            "weights in 4 KiB pages read about a third slower; as root: "
+            "weights in 4 KiB pages are read about a third slower; run as root: "
             "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
         )
     return Finding("huge pages", setting, advice)

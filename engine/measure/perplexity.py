@@ -1,7 +1,7 @@
 """Perplexity of a model on a text: exp of the mean negative log-likelihood of its tokens.
 
-The text is cut into windows of 512 tokens that do not overlap, the beginning-of-sequence token
-included where the model's tokenizer adds one; all but a window's first token are scored.
+The text is cut into windows of 512 tokens that do not overlap. A window starts with the
+beginning-of-sequence token if the model's tokenizer adds one. All but its first token are scored.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class PerplexityResult:
     quant: str
     perplexity: float
     mean_nll: float  # nats a token
-    stderr_nll: float  # of mean_nll, tokens taken as independent
+    stderr_nll: float  # standard error of mean_nll, as if tokens were independent
     n_windows: int
     n_scored: int
     tokens_per_s: float
     isa: str
     threads: int
-    precision: str  # what of the settings changes the logits
+    precision: str  # this and the next two are the settings that change logits
     kv: str
     defer_experts: int
 
@@ -52,7 +52,7 @@ def run(
     windows: int | None = None,
     progress: Report = silent,
 ) -> PerplexityResult:
-    """Scores the first `windows` windows of the file (None: all) with the model of config."""
+    """Score the first `windows` windows of a file (None: all)."""
     text = _read(Path(text_file))
     todo = _windows(Model(config.model, header_only=True), text)[:windows]
     if not todo:
@@ -101,7 +101,7 @@ def _read(text_file: Path) -> str:
 
 
 def _windows(model: Model, text: str) -> list[list[int]]:
-    """Token ids, at most WINDOW a window; a last window with nothing to score is left out."""
+    """Token ids of each window. A last window without a token to score is dropped."""
     metadata = model.metadata
     tokenizer = Tokenizer(model.section(const.SectionId.TOKENIZER), model.token_bytes, metadata)
     tokens = tokenizer.encode(text, add_bos=False)
@@ -112,7 +112,7 @@ def _windows(model: Model, text: str) -> list[list[int]]:
 
 
 def _losses(context: Context, window: Sequence[int]) -> list[float]:
-    """-log p of every token but the first."""
+    """-log p of every token except the first."""
     rows = [
         Row(0, token, i, const.CFLOW_ROW_SCORE, target)
         for i, (token, target) in enumerate(itertools.pairwise(window))
@@ -121,7 +121,7 @@ def _losses(context: Context, window: Sequence[int]) -> list[float]:
 
 
 def _mean(losses: Sequence[float]) -> tuple[float, float]:
-    """Mean and its standard error."""
+    """The mean and its standard error."""
     n = len(losses)
     mean = math.fsum(losses) / n
     variance = math.fsum((loss - mean) ** 2 for loss in losses) / max(1, n - 1)

@@ -1,4 +1,4 @@
-"""What a model will need and how fast it can go, from its header alone."""
+"""Memory and speed of a model on this machine, predicted from its header."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROBE_PASSES = 3
 
 @dataclass(frozen=True)
 class Stage:
-    """Ops that run together between two barriers."""
+    """Ops that run in parallel between two barriers."""
 
     index: int
     bytes: int  # weights read
@@ -36,7 +36,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Plan:
-    """Sizes in bytes. Critical paths count the layers only, without router and head."""
+    """A prediction. Sizes in bytes. Critical paths are those of the layers, without router and head."""
 
     model: str
     n_stages: int
@@ -47,32 +47,33 @@ class Plan:
     critical_path_closed_form_bytes: float
     resident_bytes: int  # weights in memory
     n_experts: int  # of all layers
-    expert_bytes: int  # what they take
+    expert_bytes: int  # of all experts
     expert_cache_bytes: int  # memory for them, part of resident_bytes
-    layer_memory_bytes: int  # set aside for layers, part of resident_bytes; 0: they all stay
-    layers_kept: int  # so many stay in it; 0, as the next two, where all do
-    layers_at_once: int  # of the others, which pass through it
-    layer_disk_bytes: int  # of the others, read by every step
-    disk_bytes_per_token: float  # these, and what one stream reads of equally wanted experts
-    disk_gb_s: float | None  # direct reads of such pieces, or the limit set; None: nothing to read
+    # If some layers are on disk, else 0:
+    layer_memory_bytes: int  # memory for layers, part of resident_bytes
+    layers_kept: int  # layers always in memory
+    layers_at_once: int  # slots that the other layers pass through
+    layer_disk_bytes: int  # read from disk in every step
+    disk_bytes_per_token: float  # layers, and experts if all are equally likely; one stream
+    disk_gb_s: float | None  # measured, or expert_read_rate if lower; None: nothing to read
     problem: str | None  # why the model does not fit
     kv: str  # how keys and values are stored
     kv_bytes_per_token: int
-    kv_positions: int  # of all sequences, for which a server sets memory aside; 0 with a problem
+    kv_positions: int  # positions of all sequences in KV memory; 0 with a problem
     context: int  # of one sequence
-    notes: tuple[str, ...]  # what does not fit as it is set
-    available_bytes: int  # memory this machine can give
-    memory_limited_by: str  # the file that says so
+    notes: tuple[str, ...]  # settings that did not fit as given
+    available_bytes: int  # available memory of this machine
+    memory_limited_by: str  # the file that limits it
     probe_gb_s: float
     threads: int
     threads_reason: str
-    cpu_share: float  # of their time that the CPU quota lets them run
+    cpu_share: float  # share of time that the CPU quota lets the threads run
     stages: tuple[Stage, ...]
 
     @property
     def predicted_decode_tok_s(self) -> float:
-        """One stream: memory bandwidth over the bytes of a token, as long as the quota lets it run, or
-        what the disk allows where that is less, reads hidden behind compute."""
+        """Tokens a second of one stream: memory bandwidth over bytes of a token, times cpu_share, or
+        the speed of the disk if that is lower (reads overlap compute)."""
         tok_s = self.cpu_share * self.probe_gb_s * 1e9 / self.bytes_per_token
         if self.disk_gb_s is not None:
             tok_s = min(tok_s, self.disk_gb_s * 1e9 / self.disk_bytes_per_token)
@@ -80,7 +81,7 @@ class Plan:
 
     @property
     def context_in_memory(self) -> int:
-        """Positions, over all sequences, whose KV fits beside the weights."""
+        """Positions of all sequences whose keys and values fit beside the weights."""
         return max(self.available_bytes - self.resident_bytes, 0) // self.kv_bytes_per_token
 
     def to_json(self) -> dict[str, Any]:
@@ -107,7 +108,7 @@ def run(config: EngineConfig) -> Plan:
 
 
 def _run(config: EngineConfig) -> Plan:
-    """Also of a header alone."""
+    """The plan; the file may be a header without weights."""
     config = replace(config, precision="int8")
     budget = Budget(config)
     model, bank, weights, memory = budget.model, budget.bank, budget.weights, budget.memory
@@ -153,7 +154,7 @@ def _run(config: EngineConfig) -> Plan:
 
 
 def run_shape(config: EngineConfig) -> Plan:
-    """The plan of a shape of configs/shapes, in q4_0; no weights are made, so the disk is not known."""
+    """The plan of a shape of configs/shapes in q4_0. Makes no weights, so it cannot measure the disk."""
     with tempfile.TemporaryDirectory(prefix="cflow-plan-") as folder:
         path = Path(folder) / f"{Path(config.model).stem}.cflow"
         synth_header(config.model, path)
@@ -161,7 +162,7 @@ def run_shape(config: EngineConfig) -> Plan:
 
 
 def _probe_memory(available: int, threads: int) -> float:
-    """GB/s."""
+    """Memory bandwidth in GB/s."""
     n_bytes = machine.beyond_caches(available)
     return native.probe_bandwidth(n_bytes, threads, PROBE_PASSES) / 1e9
 
@@ -178,7 +179,7 @@ def _share(budget: Budget) -> tuple[Share | None, str | None]:
 
 
 def _disk_bytes_per_token(model: Model, bank: ExpertBank, cache: int) -> float:
-    """What one stream misses if every expert is as likely as any other."""
+    """Bytes of the experts that a token misses on average, if all experts are equally likely."""
     if cache == bank.n_bytes:
         return 0.0
     n_wanted = sum(layer.top_k for layer in model.layers if layer.n_experts)
@@ -189,7 +190,7 @@ def _disk_bytes_per_token(model: Model, bank: ExpertBank, cache: int) -> float:
 def _probe_disk(
     model: Model, bank: ExpertBank, config: EngineConfig, weights: FixedWeights
 ) -> float | None:
-    """GB/s; None for a file without its weights."""
+    """Speed of disk reads in GB/s; None for a file without weights."""
     path = Path(model.path)
     if path.stat().st_size < model.header.file_bytes:
         return None

@@ -1,4 +1,4 @@
-"""How much context fits into how much KV memory, and what is said where memory does not do."""
+"""How many KV blocks fit into memory, and how long a context they allow."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from cflow.engine.base.config import EngineConfig
 from cflow.engine.base.errors import EngineError
 from cflow.engine.memory.kv_blocks import BLOCK, n_blocks_for
 
-DEFAULT_CONTEXTS = 4  # full ones
-DEFAULT_SHARE = 4  # at most one part in so many of the available memory
+DEFAULT_CONTEXTS = 4  # full contexts
+DEFAULT_PART = 4  # at most a quarter of the available memory
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """notes: what does not fit as it was asked for."""
+    """notes: settings that did not fit as given."""
 
     max_context: int
     n_kv_blocks: int
@@ -22,7 +22,7 @@ class Capacity:
 
 
 def check_context(config: EngineConfig, model_context: int) -> int:
-    """The context asked for. EngineError if the model was not made for it."""
+    """The context that is set, else the model's. EngineError if it exceeds the model's."""
     if config.context is not None and config.context > model_context:
         message = f"context {config.context} is more than the model was made for ({model_context})"
         raise EngineError("invalid_request", message)
@@ -32,12 +32,12 @@ def check_context(config: EngineConfig, model_context: int) -> int:
 def fit_capacity(
     config: EngineConfig, model_context: int, block_bytes: int, available_bytes: int
 ) -> Capacity:
-    """Blocks for the KV memory of the config, or four full contexts within a quarter of what is
-    available; and the context that one sequence can use of them."""
+    """KV blocks, and the context that one sequence can use: kv_memory if it is set, else four full
+    contexts within a quarter of available_bytes. EngineError if not even one block fits."""
     wanted = check_context(config, model_context)
     full = n_blocks_for(wanted)
     if config.kv_memory is None:
-        budget = available_bytes // DEFAULT_SHARE
+        budget = available_bytes // DEFAULT_PART
         n_blocks = min(budget // block_bytes, DEFAULT_CONTEXTS * full)
     else:
         budget = config.kv_memory

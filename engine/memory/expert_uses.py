@@ -1,8 +1,8 @@
-"""How often each expert was wanted, kept in a file across restarts so that a cache can start warm.
+"""How often each expert was used, kept in a file across restarts, so that a cache can start warm.
 
-The file is named after the model's header, which holds checksums of all its parts, and may be
-deleted at any time. It is a magic word, a u32 count, a u64 for each record, and the CRC-32C of all
-that, little-endian. One that is anything else is left alone.
+The file's name is a hash of the model's header, which has checksums of all its parts. The file may be
+deleted at any time. Little-endian: magic, u32 count, u64 per record, CRC-32C of all before it. Any
+other content is ignored.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ log = logging.getLogger("cflow.worker")
 
 
 def uses_path(model: Path, folder: Path) -> Path:
-    """Where the uses of a model file are kept."""
+    """The path of the uses of a model file."""
     with model.open("rb") as file:
         header = file.read(sizeof("cflow_header"))
     return folder / f"experts-{hashlib.blake2b(header, digest_size=16).hexdigest()}.uses"
 
 
 def read_uses(path: Path, n_records: int) -> Uses | None:
-    """What was kept; None, with a line in the log, where it cannot be used."""
+    """The uses in a file; None if there is none or, with a log line, if it is invalid."""
     n_bytes = _HEAD.size + 8 * n_records + _CRC.size
     try:
-        if path.exists() and not path.is_file():  # a FIFO would hold up the start
-            log.warning("the expert cache starts cold: %s is no file", path)
+        if path.exists() and not path.is_file():  # opening a FIFO would block
+            log.warning("the expert cache starts cold: %s is not a regular file", path)
             return None
         with path.open("rb") as file:
             data = file.read(n_bytes + 1)
@@ -50,7 +50,7 @@ def read_uses(path: Path, n_records: int) -> Uses | None:
         log.warning("the expert cache starts cold: cannot read %s: %s", path, error.strerror)
         return None
     if len(data) != n_bytes or data[: _HEAD.size] != _HEAD.pack(MAGIC, n_records):
-        log.warning("the expert cache starts cold: %s is not of this model", path)
+        log.warning("the expert cache starts cold: %s belongs to another model", path)
         return None
     if _CRC.pack(crc32c(data[: -_CRC.size])) != data[-_CRC.size :]:
         log.warning("the expert cache starts cold: %s is damaged", path)
@@ -59,7 +59,7 @@ def read_uses(path: Path, n_records: int) -> Uses | None:
 
 
 def write_uses(path: Path, uses: Uses) -> None:
-    """Whole or not at all. OSError."""
+    """Write the file as a whole or not at all. OSError."""
     data = _HEAD.pack(MAGIC, len(uses)) + uses.astype("<u8").tobytes()
     fd, part = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".part")
     try:

@@ -1,6 +1,6 @@
-"""Experts of which only some are in memory: how many, and what they count.
+"""Experts that stay on disk: how large their cache is, how they are read, its warm start.
 
-A record is one expert of one layer: what the file keeps together and one read fetches.
+A record is one expert of one layer: the file stores it in one piece, and one read fetches it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from cflow.engine.base.reports import Progress
 from cflow.engine.memory.expert_uses import read_uses, uses_path, write_uses
 from cflow.engine.native import ExpertOptions, Model, const
 
-TIMEOUT_S = 10.0  # a read without an answer for so long has failed
-SAVE_S = 10.0  # how often uses are kept
+TIMEOUT_S = 10.0  # a read that takes longer has failed
+SAVE_S = 10.0  # interval between saves of the uses
 
 log = logging.getLogger("cflow.worker")
 
@@ -32,7 +32,7 @@ _RECORD = np.dtype(
 
 @dataclass(frozen=True, slots=True)
 class ExpertBank:
-    """All records of a model. record_bytes: of the largest, and what each takes of the cache."""
+    """All records of a model. record_bytes: of the largest, which is the size of a cache slot."""
 
     offsets: tuple[int, ...]  # from the start of the file
     record_bytes: int
@@ -55,9 +55,8 @@ class ExpertBank:
 
 
 def choose_cache(config: EngineConfig, bank: ExpertBank, room: int) -> int:
-    """Bytes of memory for experts, 0 for all of them. room: how many nothing else needs.
-
-    EngineError where that is less than the reads in flight and one more record take."""
+    """Size of the expert cache in bytes, 0 if all experts stay in memory. room: bytes that nothing
+    else needs. EngineError if the cache cannot hold a record per read in flight and one more."""
     asked = config.expert_cache
     if config.precision == "f32" or not bank.n_records:
         if asked is not None:
@@ -72,7 +71,7 @@ def choose_cache(config: EngineConfig, bank: ExpertBank, room: int) -> int:
 
 
 def asked_cache(asked: int | str, bank: ExpertBank) -> int:
-    """Bytes of an expert_cache that is set."""
+    """Bytes of an expert_cache setting."""
     return asked if isinstance(asked, int) else round(read_share(asked) * bank.n_bytes)
 
 
@@ -96,7 +95,7 @@ def _check_budget(config: EngineConfig, bank: ExpertBank, budget: int) -> None:
 
 
 def check_rate(config: EngineConfig, what: str, n_bytes: int) -> None:
-    """EngineError if expert_read_rate makes one read so slow that it counts as stuck."""
+    """EngineError if expert_read_rate makes one read so slow that the worker would count as stuck."""
     seconds = n_bytes / (config.expert_read_rate or math.inf)
     if seconds > config.stuck_s / 2:
         raise EngineError(
@@ -108,27 +107,27 @@ def check_rate(config: EngineConfig, what: str, n_bytes: int) -> None:
 
 
 def expert_options(config: EngineConfig, cache: int) -> ExpertOptions:
-    """cache: bytes, as choose_cache says."""
+    """How to open a model with an expert cache of this size, from choose_cache()."""
     return {
         "cache": cache,
         "io": config.expert_io,
-        "threads": config.expert_reads,
+        "expert_reads": config.expert_reads,
         "timeout_s": min(TIMEOUT_S, config.stuck_s / 2),
         "bytes_per_s": float(config.expert_read_rate or 0),
     }
 
 
 class Experts:
-    """The expert cache of a loaded model that has one: its start, its memory."""
+    """Warm start of a model's expert cache, and the file that makes it possible."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
         self._path = _find_uses(Path(model.path))
         self._saved_at = time.monotonic()
-        self._trouble: str | None = None  # the last one with keeping uses
+        self._trouble: str | None = None  # the last error of a save
 
     def warm(self, progress: Progress) -> None:
-        """Reads what earlier runs used most. What is long ago counts less each time."""
+        """Read the experts that earlier runs used most. Each restart halves old counts."""
         if self._path is None:
             return
         uses = read_uses(self._path, self._model.header.n_records)
@@ -136,7 +135,7 @@ class Experts:
             self._model.warm(uses // 2, progress)
 
     def save(self, *, at_once: bool = False) -> None:
-        """Keeps the uses for the next start, now and then or at once."""
+        """Save the uses for the next start, if SAVE_S has passed or at_once is set."""
         now = time.monotonic()
         if self._path is None or (not at_once and now < self._saved_at + SAVE_S):
             return
@@ -147,14 +146,14 @@ class Experts:
         except OSError as error:
             trouble = error.strerror
         if trouble and trouble != self._trouble:
-            log.warning("cannot keep %s, and will go on trying: %s", self._path, trouble)
+            log.warning("cannot write %s, will try again: %s", self._path, trouble)
         self._trouble = trouble
 
 
 def _find_uses(model: Path) -> Path | None:
-    """Where the uses are kept; None, with a line in the log, where nothing can be."""
+    """The path of the uses; None, with a log line, if there is no place for them."""
     try:
         return uses_path(model, cache_folder())
     except (OSError, ModelError) as error:
-        log.warning("the expert cache starts cold, and its uses are not kept: %s", error)
+        log.warning("the expert cache starts cold, and its uses will not be saved: %s", error)
         return None

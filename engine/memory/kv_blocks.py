@@ -1,4 +1,4 @@
-"""Who owns which KV block, and which blocks hold a prefix that another sequence may share."""
+"""Which sequence owns which KV block, and which blocks hold a prefix that others can share."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ def n_blocks_for(n_tokens: int) -> int:
 
 
 def root_key(n_experts: int) -> bytes:
-    """The key before a sequence's first block. Keys and values depend on the number of experts."""
+    """The parent key of a sequence's first block: keys and values depend on the number of experts."""
     return n_experts.to_bytes(4, "little")
 
 
 def block_key(parent: bytes, tokens: array[int]) -> bytes:
-    """Names a full block by its tokens and all before it. Wide enough that nobody finds two prompts
-    with one name, which would show one user's answer to another."""
+    """The key of a full block: a hash of its tokens and of all tokens before it. 128 bits, so that
+    nobody can construct two prompts with one key and read another user's prefix."""
     return blake2b(parent + tokens.tobytes(), digest_size=16).digest()
 
 
 class BlockPool:
-    """Reference-counted blocks 0 .. n_blocks - 1. A block with a key stays findable after its last
-    owner has gone, until it is needed: the one unused for longest goes first."""
+    """Reference-counted blocks 0 .. n_blocks - 1. A block with a key can be found after its last
+    owner releases it, until it is evicted: least recently used first."""
 
     def __init__(self, n_blocks: int) -> None:
         self.n_blocks = n_blocks
@@ -37,7 +37,9 @@ class BlockPool:
         self._empty = list(range(n_blocks - 1, -1, -1))
         self._key_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
-        self._idle: OrderedDict[int, None] = OrderedDict()  # keyed, no owner; longest unused first
+        self._idle: OrderedDict[int, None] = (
+            OrderedDict()
+        )  # keyed, no owner; least recently used first
 
     @property
     def n_free(self) -> int:
@@ -49,7 +51,7 @@ class BlockPool:
         return self.n_blocks - self.n_free
 
     def allocate(self) -> int | None:
-        """A block for one owner, its old content forgotten but not cleared. None: all are owned."""
+        """A block for one owner, not cleared; evicts an idle block if needed. None: all are owned."""
         if self._empty:
             block = self._empty.pop()
         elif self._idle:
@@ -61,14 +63,14 @@ class BlockPool:
         return block
 
     def share(self, block: int) -> None:
-        """One more owner."""
+        """Add an owner."""
         if not self._n_owners[block]:
             del self._idle[block]
         self._n_owners[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """One owner fewer for each block of a sequence. Its end is forgotten before its beginning,
-        which more prompts have in common."""
+        """Remove an owner from each block of a sequence. Its last blocks will be evicted first, since
+        more prompts share the first ones."""
         for block in reversed(blocks):
             self._n_owners[block] -= 1
             if self._n_owners[block]:
@@ -79,13 +81,13 @@ class BlockPool:
                 self._empty.append(block)
 
     def register(self, block: int, key: bytes) -> None:
-        """Makes a full, computed block findable, unless another with its content is."""
+        """Make a full, computed block findable, unless a block with this key already is."""
         if key not in self._block_of and block not in self._key_of:
             self._block_of[key] = block
             self._key_of[block] = key
 
     def find(self, keys: Sequence[bytes]) -> list[int]:
-        """The blocks of the longest known prefix; not yet shared."""
+        """The blocks of the longest known prefix. The caller has to share() them."""
         blocks = []
         for key in keys:
             block = self._block_of.get(key)
@@ -95,5 +97,5 @@ class BlockPool:
         return blocks
 
     def n_idle(self, blocks: Sequence[int]) -> int:
-        """How many of them count as free until they are shared."""
+        """How many of these blocks count as free until they are shared."""
         return sum(1 for block in blocks if not self._n_owners[block])

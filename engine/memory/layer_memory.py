@@ -1,6 +1,7 @@
-"""Layers of which only some stay in memory: what the weights then take of it.
+"""Memory of all weights except experts, when weights_memory leaves some layers on disk.
 
-A layer is a record: what a block's matrices take in the file, which every step reads.
+A record is the matrices of one block in the file. Every step reads the records that are not in
+memory.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from cflow.engine.base.errors import EngineError
 from cflow.engine.memory.experts import ExpertBank, check_rate, expert_options
 from cflow.engine.native import LayerRecords, Model, const
 
-EVERYTHING = 1 << 60  # memory that holds any layers
+UNLIMITED = 1 << 60  # bytes
 
 
 @dataclass(frozen=True, slots=True)
 class FixedWeights:
-    """All weights but experts. n_bytes: of memory; budget: what is set aside for layers, 0: they all
-    stay; layers: what that holds of them, None: they all stay."""
+    """Memory of all weights except experts, in bytes. budget: the part for layers; layers: what it
+    holds. 0 and None: all layers stay in memory."""
 
     n_bytes: int
     budget: int = 0
@@ -26,7 +27,8 @@ class FixedWeights:
 
 
 def fix_weights(config: EngineConfig, model: Model, bank: ExpertBank) -> FixedWeights:
-    """model: its header. EngineError where weights_memory does not hold what a step needs at once."""
+    """Memory for all weights except experts. model: its header. EngineError if weights_memory cannot
+    hold the layers that a step needs at once."""
     as_f32 = config.precision == "f32"
     everything = FixedWeights(weight_bytes(model, as_f32=as_f32) - (0 if as_f32 else bank.n_bytes))
     if config.weights_memory is None:
@@ -34,7 +36,7 @@ def fix_weights(config: EngineConfig, model: Model, bank: ExpertBank) -> FixedWe
     if as_f32:
         message = "weights_memory is set, but f32 keeps all in memory; leave it out"
         raise EngineError("invalid_request", message)
-    records = _records(config, bank, EVERYTHING)
+    records = _records(config, bank, UNLIMITED)
     budget = config.weights_memory
     if isinstance(budget, str):
         budget = round(read_share(budget) * records.n_records * records.slot_bytes)
@@ -47,9 +49,9 @@ def fix_weights(config: EngineConfig, model: Model, bank: ExpertBank) -> FixedWe
 
 
 def weight_bytes(model: Model, *, as_f32: bool) -> int:
-    """Memory that all weights of a model take."""
+    """Memory of all weights of a model, experts included."""
     if not as_f32:
-        return model.header.file_bytes  # all but some small sections
+        return model.header.file_bytes  # includes some small sections
     copies = {layer.block: layer.n_experts for layer in model.layers}
     n = 0
     for tensor in model.tensors:
@@ -59,7 +61,7 @@ def weight_bytes(model: Model, *, as_f32: bool) -> int:
 
 
 def pieces(model: Model, slot_bytes: int) -> ExpertBank:
-    """The bank of the layers in pieces as large as one, to measure the disk with."""
+    """The layers' bank cut into pieces of one slot, for disk_probe."""
     start, n_bytes = model.place(const.SectionId.RESIDENT)
     end = start + -(-n_bytes // 4096) * 4096
     offsets = tuple(range(start, end - slot_bytes + 1, slot_bytes))
@@ -67,7 +69,8 @@ def pieces(model: Model, slot_bytes: int) -> ExpertBank:
 
 
 def _records(config: EngineConfig, bank: ExpertBank, budget: int) -> LayerRecords:
-    """Experts on disk may need more layers at once: counted as if they were."""
+    """Layer records within a budget. Counted as if experts were on disk too, which can need more layers
+    at once."""
     experts = expert_options(config, bank.n_bytes)
     model = Model(config.model, header_only=True, weights_memory=budget, experts=experts)
     if model.layer_records is None:
@@ -76,7 +79,7 @@ def _records(config: EngineConfig, bank: ExpertBank, budget: int) -> LayerRecord
 
 
 def _apart_bytes(model: Model) -> int:
-    """Embedding, head and vectors."""
+    """Bytes of embedding, head and vectors."""
     n = 0
     for tensor in model.tensors:
         if not tensor.stripe_rows:

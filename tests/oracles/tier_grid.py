@@ -22,13 +22,13 @@ def cells(path: Path) -> Iterator[ExpertOptions]:
     model = Model(str(path), header_only=True)
     bank, top_k = ExpertBank.of(model), model.layers[0].top_k
     slots = (top_k, 2 * top_k, bank.n_records // 4, bank.n_records)
-    for n, speculate, threads, io, drop in product(
+    for n, speculate, reads, io, drop in product(
         slots, (False, True), (1, 8), ("direct", "cached"), (False, True)
     ):
         if drop:
             drop_pages(path)
-        cache = max(n, threads + 1) * bank.record_bytes
-        yield {"cache": cache, "io": io, "threads": threads, "speculate": speculate}
+        cache = max(n, reads + 1) * bank.record_bytes
+        yield {"cache": cache, "io": io, "expert_reads": reads, "speculate": speculate}
 
 
 def drop_pages(path: Path) -> None:

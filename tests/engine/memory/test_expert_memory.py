@@ -40,7 +40,7 @@ def anyio_backend() -> str:
 def test_a_token_reads_the_records_it_misses_and_nothing_else(path: Path) -> None:
     """3 records fit, so that no token finds one that it wants: each reads 80 of 1,280."""
     per_token = N_LAYERS * TOP_K * RECORD
-    model = Model(str(path), experts={"cache": 3 * RECORD, "speculate": False})
+    model = Model(str(path), experts={"cache": 3 * RECORD, "expert_reads": 2, "speculate": False})
     context = Context(model, threads=2, max_rows=1, max_sequences=1, max_context=64, n_kv_blocks=2)
     context.bind(0, range(2))
     native.step(context, native.rows(TOKENS[:1]))  # what is imported late is in memory by then

@@ -70,11 +70,11 @@ def test_a_rate_must_not_look_like_a_stuck_worker() -> None:
 
 def test_a_read_fails_before_the_worker_counts_as_stuck() -> None:
     assert expert_options(EngineConfig(model="m"), 7) == {
-        "cache": 7, "io": "direct", "threads": 3, "timeout_s": 10.0, "bytes_per_s": 0.0,
+        "cache": 7, "io": "direct", "expert_reads": 3, "timeout_s": 10.0, "bytes_per_s": 0.0,
     }  # fmt: skip
     config = EngineConfig(model="m", stuck_s=8, expert_read_rate=MIB, expert_io="cached")
     assert expert_options(config, 7) == {
-        "cache": 7, "io": "cached", "threads": 3, "timeout_s": 4.0, "bytes_per_s": MIB,
+        "cache": 7, "io": "cached", "expert_reads": 3, "timeout_s": 4.0, "bytes_per_s": MIB,
     }  # fmt: skip
 
 
@@ -129,10 +129,10 @@ def test_uses_come_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
-        (lambda data: data[:-1], "not of this model"),
-        (lambda data: data + b"x", "not of this model"),
-        (lambda data: b"", "not of this model"),
-        (lambda data: b"C" + data[1:], "not of this model"),
+        (lambda data: data[:-1], "belongs to another model"),
+        (lambda data: data + b"x", "belongs to another model"),
+        (lambda data: b"", "belongs to another model"),
+        (lambda data: b"C" + data[1:], "belongs to another model"),
         (lambda data: data[:14] + bytes([data[14] ^ 1]) + data[15:], "damaged"),
     ],
 )
@@ -155,7 +155,7 @@ def test_a_fifo_does_not_hold_up_the_start(
     end = os.open(path, os.O_RDWR | os.O_NONBLOCK)
     os.write(end, bytes(4096))  # whoever does read it is not kept waiting here
     assert read_uses(path, 4) is None
-    assert "x.uses is no file" in caplog.text
+    assert "x.uses is not a regular file" in caplog.text
     os.close(end)
 
 
@@ -182,10 +182,10 @@ def test_without_a_folder_to_keep_them_experts_are_served_all_the_same(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "taken"))
     path = RandomModel([dict(EXPERTS)]).write(tmp_path / "m.cflow")
     slots = 3 * ExpertBank.of(Model(str(path), header_only=True)).record_bytes
-    experts = Experts(Model(str(path), experts={"cache": slots}))
+    experts = Experts(Model(str(path), experts={"cache": slots, "expert_reads": 2}))
     experts.warm(lambda *_: None)
     experts.save(at_once=True)
-    assert "its uses are not kept: cannot make the cache folder" in caplog.text
+    assert "its uses will not be saved: cannot make the cache folder" in caplog.text
     assert len(caplog.records) == 1
 
 
@@ -195,13 +195,13 @@ def test_uses_that_cannot_be_kept_are_told_once(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path = RandomModel([dict(EXPERTS)]).write(tmp_path / "m.cflow")
     slots = 3 * ExpertBank.of(Model(str(path), header_only=True)).record_bytes
-    experts = Experts(Model(str(path), experts={"cache": slots}))
+    experts = Experts(Model(str(path), experts={"cache": slots, "expert_reads": 2}))
     (folder,) = (tmp_path / "cache").iterdir()
     for n_told in (1, 2):  # again once it has gone well in between
         folder.rename(tmp_path / "gone")
         for _ in range(3):
             experts.save(at_once=True)
-        assert caplog.text.count("cannot keep") == len(caplog.records) == n_told
+        assert caplog.text.count("cannot write") == len(caplog.records) == n_told
         (tmp_path / "gone").rename(folder)
         experts.save(at_once=True)
     assert len(list(folder.iterdir())) == 1

@@ -65,7 +65,7 @@ def test_architectures(source: Path, suffix: str, tmp_path: Path) -> None:
     case = case_of(path)
     is_routed = any(layer.n_experts for layer in Model(str(path), header_only=True).layers)
     for readers in (1, 3):
-        experts: ExpertOptions = {"cache": 1 << 28 if is_routed else 0, "threads": readers}
+        experts: ExpertOptions = {"cache": 1 << 28 if is_routed else 0, "expert_reads": readers}
         records = records_of(path, experts)
         for slots in {records.n_least, records.n_records}:
             memory = slots * records.slot_bytes

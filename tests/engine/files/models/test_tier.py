@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from cflow.engine.base.limits import EXPERT_READS
 from cflow.engine.files.convert import convert
 from cflow.engine.lab.arms import ARMS
 from cflow.engine.lab.export import export
@@ -75,7 +76,7 @@ def case_of(path: Path, want: Logits) -> Case:
     return Case(path, want, tier.n_records, tier.slot_bytes)
 
 
-def cache_of(case: Case, share: float, readers: int = 2) -> int:
+def cache_of(case: Case, share: float, readers: int = EXPERT_READS) -> int:
     """Bytes of that share of the records; 0: the least that is legal."""
     return max(int(share * case.n_records), readers + 1) * case.slot_bytes
 
@@ -107,7 +108,7 @@ def test_budgets_and_io(case: Case, share: float, io: str, speculate: bool) -> N
 @pytest.mark.parametrize("readers", [1, 4])
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_threads(case: Case, threads: int, readers: int) -> None:
-    experts: ExpertOptions = {"cache": cache_of(case, 0, readers), "threads": readers}
+    experts: ExpertOptions = {"cache": cache_of(case, 0, readers), "expert_reads": readers}
     with running.opened(case.path, threads=threads, experts=experts) as context:
         assert run(context).tobytes() == case.want.tobytes()
 
