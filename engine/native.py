@@ -86,8 +86,8 @@ POLL_S = 0.1
 
 
 def _enum(name: str) -> tuple[str, Any]:
-    """An enum of cflow.h: cflow_rope_kind with CFLOW_ROPE_HALF becomes RopeKind.HALF, without counts
-    (CFLOW_N_...)."""
+    """An enum of cflow.h: cflow_rope_kind with CFLOW_ROPE_HALF becomes RopeKind.HALF, without
+    counts (CFLOW_N_...)."""
     values = ffi.typeof(name).relements
     words = {key: key.split("_") for key in values if not key.startswith("CFLOW_N_")}
     columns = zip(*words.values(), strict=False)  # first words, second words, ...
@@ -106,7 +106,7 @@ def _constants() -> SimpleNamespace:
     return SimpleNamespace(**enums, **plain)
 
 
-# Enums of cflow.h as IntEnums (const.Role.Q, const.Encoding.Q4_0), and constants under their own names
+# Enums of cflow.h as IntEnums (const.Role.Q, const.Encoding.Q4_0), and its constants by their names
 # (const.CFLOW_ROW_LOGITS).
 const: Any = _constants()
 
@@ -162,9 +162,9 @@ def _check(status: int, err: Any) -> None:
 
 class ExpertOptions(TypedDict):
     """How experts are held and read. cache: bytes of memory for them, 0: all are resident. io:
-    "direct" or "cached". expert_reads: most reads in flight. bytes_per_s: limit, 0: none. speculate:
-    read ahead what the next layer's router will probably choose. window: "delay"; measurements also
-    use "layer" and "none" (cflow_window).
+    "direct" or "cached". expert_reads: most reads in flight. bytes_per_s: limit, 0: none.
+    speculate: read ahead what the next layer's router will probably choose. window: "delay";
+    measurements also use "layer" and "none" (cflow_window).
     """
 
     cache: int
@@ -496,7 +496,7 @@ class Context:
         _check(lib.cflow_ctx_clear_block(self._handle, block, self._err), self._err)
 
     def step(self, rows: Sequence[Row]) -> StepResult:
-        """Run one forward pass of the rows. NativeError with status ECANCELLED: nothing was kept."""
+        """Run a forward pass. NativeError with status ECANCELLED: nothing was kept."""
         n = len(rows)
         if n > self._max_rows:
             raise NativeError(const.Status.EINVAL, f"{n} rows in a step, at most {self._max_rows}")

@@ -177,9 +177,17 @@ class EngineCollector(Collector):
                 "Prompt tokens found in the prefix cache.",
             ),
             ("vllm:num_preemptions", stats.preemptions, "Sequences preempted."),
-            ("vllm:spec_decode_num_drafts", stats.drafts, "Times that drafts were run."),
-            ("vllm:spec_decode_num_draft_tokens", stats.guesses, "Draft tokens."),
-            ("vllm:spec_decode_num_accepted_tokens", sum(stats.right_at), "Draft tokens accepted."),
+            (
+                "vllm:spec_decode_num_drafts",
+                stats.draft_rounds,
+                "Steps that checked drafts, per sequence.",
+            ),
+            ("vllm:spec_decode_num_draft_tokens", stats.drafts, "Draft tokens."),
+            (
+                "vllm:spec_decode_num_accepted_tokens",
+                sum(stats.accepted_at),
+                "Draft tokens accepted.",
+            ),
             ("cflow_read_bytes", stats.read_bytes, "Weight bytes streamed."),
             ("cflow_steps", stats.steps, "Forward steps."),
             ("cflow_step_seconds", stats.step_s, "Time spent in steps."),
@@ -192,7 +200,7 @@ class EngineCollector(Collector):
         set_back = {"memory": memory, "turn": stats.preemptions - memory}
         text = "Sequences preempted, for lack of KV memory or because it was another's turn."
         yield self._by(CounterMetricFamily, "cflow_preemptions", text, "reason", set_back)
-        right = {str(i): n for i, n in enumerate(stats.right_at or [0] * MAX_DRAFTS)}
+        right = {str(i): n for i, n in enumerate(stats.accepted_at or [0] * MAX_DRAFTS)}
         name, text = (
             "vllm:spec_decode_num_accepted_tokens_per_pos",
             "Draft tokens accepted, by position.",

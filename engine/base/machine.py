@@ -84,8 +84,8 @@ def cpu(root: Path = ROOT) -> Cpu:
 
 
 def beyond_caches(available: int) -> int:
-    """Bytes to measure main memory with: four times the caches, since less gives too high a rate, but
-    at most half of what is available, since a control group kills a process that exceeds it."""
+    """Bytes to measure main memory with: four times the caches, since less gives too high a rate,
+    but at most half of what is available, since a control group kills a process that exceeds it."""
     wanted = max(1 << 30, 4 * cpu().l3_bytes)
     return max(min(wanted, available // 2), 16 << 20)
 

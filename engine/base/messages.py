@@ -1,8 +1,8 @@
 """The protocol between front end and worker: length-prefixed msgpack over a socket pair.
 
-A frame is a little-endian u32 length and one message of that many bytes. Down: Hello, Submit, Cancel,
-Drain. Up: Loading, Ready, Step, Failed, Line, Stats, Heartbeat, Fatal. A request ends with one Finish
-for each choice, or with one Failed.
+A frame is a little-endian u32 length and one message of that many bytes. Down: Hello, Submit,
+Cancel, Drain. Up: Loading, Ready, Step, Failed, Line, Stats, Heartbeat, Fatal. A request ends with
+one Finish for each choice, or with one Failed.
 """
 
 from __future__ import annotations
@@ -239,9 +239,9 @@ class Stats(msgspec.Struct, frozen=True, tag="stats", kw_only=True):
     prefix_hits: int = 0  # prompt tokens found
     preemptions: int = 0
     preemptions_memory: int = 0  # of these, because KV blocks ran out
-    drafts: int = 0  # steps that checked drafts, counted per sequence
-    guesses: int = 0  # drafts checked
-    right_at: tuple[int, ...] = ()  # drafts accepted, by their position in the step
+    draft_rounds: int = 0  # steps that checked drafts, counted per sequence
+    drafts: int = 0  # drafts checked
+    accepted_at: tuple[int, ...] = ()  # drafts accepted, by their position in the step
     steps: int = 0
     step_s: float = 0.0
     read_bytes: int = 0

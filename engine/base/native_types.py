@@ -202,7 +202,7 @@ class Row(NamedTuple):
 
 
 class Score(NamedTuple):
-    """A token's natural log-probability under softmax of the raw logits. top: the best, best first."""
+    """A token's natural log-probability under softmax of the raw logits. top: best first."""
 
     token: int
     logprob: float
@@ -221,8 +221,8 @@ class RowUsage(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """What a step computed. status: a cflow_status per row. scores: one per SCORE row, in row order.
-    usage: one per row if some weights are on disk, else empty."""
+    """What a step computed. status: a cflow_status per row. scores: one per SCORE row, in row
+    order. usage: one per row if some weights are on disk, else empty."""
 
     status: list[int]
     scores: list[Score]

@@ -23,8 +23,8 @@ class Bare(NamedTuple):
 def open_bare(
     config: EngineConfig, report: Report, *, spare: int = 0, **sizes: Unpack[Sizes]
 ) -> Bare:
-    """A model and its context, with the settings and the memory that a server would give them. spare:
-    bytes that the caller allocates later. EngineError if the memory does not hold all of it."""
+    """A model and its context, with the settings and the memory that a server would give them.
+    spare: bytes that the caller allocates later. EngineError if the memory is too small."""
     budget = Budget(config)
     share = budget.share(sizes, spare=spare)
     model = budget.load(share, lambda done, total: report("load", done, total))

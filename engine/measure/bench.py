@@ -1,10 +1,10 @@
 """Speed of prefill and decode, beside the bandwidth of memory and disk.
 
-Decode feeds random tokens to an empty context (or one filled to a depth) and samples greedily in each
-step. Prefill is one prompt in steps of the server's size. The tokens are the same in every bench but
-differ between its runs, so that no run finds the experts of an earlier one in the cache. Memory, and
-the disk if weights are on it, are measured before each run of one stream and after the last one,
-because their speeds drift within minutes.
+Decode feeds random tokens to an empty context (or one filled to a depth) and samples greedily in
+each step. Prefill is one prompt in steps of the server's size. The tokens are the same in every
+bench but differ between its runs, so that no run finds the experts of an earlier one in the cache.
+Memory, and the disk if weights are on it, are measured before each run of one stream and after the
+last one, because their speeds drift within minutes.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class TierUse:
         )
 
     def floor_tok_s(self, disk_gb_s: float) -> float | None:
-        """Tokens a second if only reading the misses took time. None without misses, or without reads
-        to tell their size (all were read ahead)."""
+        """Tokens a second if only reading the misses took time. None without misses, or without
+        reads to tell their size (all were read ahead)."""
         if not self.misses or not self.reads:
             return None
         missed_bytes = self.disk_bytes * self.misses / self.reads
@@ -212,9 +212,9 @@ def run(
     runs: int = 3,
     progress: Report = silent,
 ) -> BenchResult:
-    """Load a model and measure prefill and decode `runs` times each. prompt: tokens; None: 512, or what
-    the context holds after depth. gen: tokens of a decode run. batch: numbers of streams. depth:
-    positions already in KV memory before prefill and decode begin."""
+    """Load a model and measure prefill and decode `runs` times each. prompt: tokens; None: 512, or
+    what the context holds after depth. gen: tokens of a decode run. batch: numbers of streams.
+    depth: positions already in KV memory before prefill and decode begin."""
     header = Model(config.model, header_only=True)
     if prompt is None:
         prompt = min(MAX_STEP_ROWS, max(header.header.context - depth, 1))
@@ -282,7 +282,7 @@ def _check(
 
 
 def _kv_read(model: Model, depth: int) -> int:
-    """Positions that a token at this depth reads: the mean over layers, some of which have windows."""
+    """Positions that a token at this depth reads: the mean over layers and their windows."""
     read = [min(depth, layer.window or depth) for layer in model.layers]
     return sum(read) // len(read)
 
@@ -309,8 +309,8 @@ def _layers(model: Model, config: EngineConfig) -> _Disk | None:
 
 
 class _Disk:
-    """Watches the disk reads of a model while it runs. counters: the property of the model that counts
-    them. bank: records that measure the disk."""
+    """Watches the disk reads of a model while it runs. counters: the property of the model that
+    counts them. bank: records that measure the disk."""
 
     def __init__(
         self, model: Model, counters: str, in_memory: int, bank: ExpertBank, n_reads: int
@@ -349,7 +349,7 @@ class _Disk:
 
 @dataclass(frozen=True)
 class Decoded:
-    """Tokens a second of each run; for one stream also GB/s of memory before each run and after the last."""
+    """Tokens a second of each run. probes: GB/s of memory around each run, for one stream."""
 
     rates: tuple[float, ...]
     probes: tuple[float, ...]
@@ -441,8 +441,8 @@ class _Bench:
         return Decoded(tuple(rates), (*probes, *self._memory(streams)))
 
     def _memory(self, streams: int) -> list[float]:
-        """Memory bandwidth in GB/s with the same threads. Not measured for several streams: they share
-        weight reads, so memory does not limit them."""
+        """Memory bandwidth in GB/s with the same threads. Not measured for several streams: they
+        share weight reads, so memory does not limit them."""
         if streams > 1:
             return []
         self._report("probe", 0, 1)

@@ -55,9 +55,9 @@ def _slot_bytes(record_bytes: int) -> int:
 
 
 def _memory(n_reads: int, record_bytes: int) -> mmap.mmap:
-    """Slots for records, more than the processor's caches hold, all touched before timing starts. Huge
-    pages, because the kernel splits a disk request at every physical discontinuity: with small pages
-    reads take up to three times as long."""
+    """Slots for records, more than the processor's caches hold, all touched before timing starts.
+    Huge pages, because the kernel splits a disk request at every physical discontinuity: with small
+    pages reads take up to three times as long."""
     slot = _slot_bytes(record_bytes)
     n_slots = max(n_reads, MEMORY_BYTES // slot)
     memory = mmap.mmap(-1, n_slots * slot, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -70,7 +70,7 @@ def _memory(n_reads: int, record_bytes: int) -> mmap.mmap:
 def _read(
     fd: int, todo: deque[tuple[int, int]], memory: mmap.mmap, record_bytes: int, deadline: float
 ) -> int:
-    """Read records from a shared queue into their slots until `deadline`; returns the bytes read."""
+    """Read records of a shared queue into slots until `deadline`; returns the bytes read."""
     n_bytes = 0
     with memoryview(memory) as whole:
         while time.perf_counter() < deadline:

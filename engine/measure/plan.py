@@ -36,7 +36,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Plan:
-    """A prediction. Sizes in bytes. Critical paths are those of the layers, without router and head."""
+    """Sizes in bytes. Critical paths are those of the layers, without router and head."""
 
     model: str
     n_stages: int
@@ -72,8 +72,8 @@ class Plan:
 
     @property
     def predicted_decode_tok_s(self) -> float:
-        """Tokens a second of one stream: memory bandwidth over bytes of a token, times cpu_share, or
-        the speed of the disk if that is lower (reads overlap compute)."""
+        """Tokens a second of one stream: memory bandwidth over bytes of a token, times cpu_share,
+        or the speed of the disk if that is lower (reads overlap compute)."""
         tok_s = self.cpu_share * self.probe_gb_s * 1e9 / self.bytes_per_token
         if self.disk_gb_s is not None:
             tok_s = min(tok_s, self.disk_gb_s * 1e9 / self.disk_bytes_per_token)
@@ -100,9 +100,9 @@ def is_shape(reference: str) -> bool:
 
 
 def run(config: EngineConfig) -> Plan:
-    """The plan of a model file on this machine, as a server with these settings runs it, except that
-    the debugging precision is ignored. Measures memory bandwidth, and the disk where weights stay
-    there: takes seconds. ModelError for an incomplete file."""
+    """The plan of a model file on this machine, as a server with these settings runs it, except
+    that the debugging precision is ignored. Measures memory bandwidth, and the disk where weights
+    stay there: takes seconds. ModelError for an incomplete file."""
     check_whole(read_header(config))
     return _run(config)
 
@@ -154,7 +154,7 @@ def _run(config: EngineConfig) -> Plan:
 
 
 def run_shape(config: EngineConfig) -> Plan:
-    """The plan of a shape of configs/shapes in q4_0. Makes no weights, so it cannot measure the disk."""
+    """The plan of a shape of configs/shapes in q4_0. The disk is not measured: there is no file."""
     with tempfile.TemporaryDirectory(prefix="cflow-plan-") as folder:
         path = Path(folder) / f"{Path(config.model).stem}.cflow"
         synth_header(config.model, path)
@@ -168,8 +168,8 @@ def _probe_memory(available: int, threads: int) -> float:
 
 
 def _share(budget: Budget) -> tuple[Share | None, str | None]:
-    """What a server would get; or None and why memory is too small. EngineError for settings that no
-    amount of memory makes right."""
+    """What a server would get; or None and why memory is too small. EngineError for settings that
+    no amount of memory makes right."""
     try:
         return budget.share(), None
     except EngineError as error:

@@ -1,7 +1,7 @@
 """Who gets which memory: the budget of a model, its KV blocks, and weights that stay on disk.
 
-Server, plan, bench and perplexity all ask this room, so they agree about what fits. It computes from
-a model's header, before any weight is read; the C library allocates. Imports: native, base.
+Server, plan, bench and perplexity all ask this room, so they agree about what fits. It computes
+from a model's header, before any weight is read; the C library allocates. Imports: native, base.
 
     budget        how available memory is shared among all that follows
     capacity      KV blocks and context for a given amount of memory

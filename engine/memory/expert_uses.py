@@ -1,8 +1,8 @@
 """How often each expert was used, kept in a file across restarts, so that a cache can start warm.
 
-The file's name is a hash of the model's header, which has checksums of all its parts. The file may be
-deleted at any time. Little-endian: magic, u32 count, u64 per record, CRC-32C of all before it. Any
-other content is ignored.
+The file's name is a hash of the model's header, which has checksums of all its parts. The file may
+be deleted at any time. Little-endian: magic, u32 count, u64 per record, CRC-32C of all before it.
+Any other content is ignored.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ def _check_budget(config: EngineConfig, bank: ExpertBank, budget: int) -> None:
 
 
 def check_rate(config: EngineConfig, what: str, n_bytes: int) -> None:
-    """EngineError if expert_read_rate makes one read so slow that the worker would count as stuck."""
+    """EngineError if expert_read_rate makes one read so slow that it would count as stuck."""
     seconds = n_bytes / (config.expert_read_rate or math.inf)
     if seconds > config.stuck_s / 2:
         raise EngineError(

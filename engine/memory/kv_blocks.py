@@ -17,7 +17,7 @@ def n_blocks_for(n_tokens: int) -> int:
 
 
 def root_key(n_experts: int) -> bytes:
-    """The parent key of a sequence's first block: keys and values depend on the number of experts."""
+    """The parent key of a first block. Keys and values depend on the number of experts."""
     return n_experts.to_bytes(4, "little")
 
 
@@ -51,7 +51,7 @@ class BlockPool:
         return self.n_blocks - self.n_free
 
     def allocate(self) -> int | None:
-        """A block for one owner, not cleared; evicts an idle block if needed. None: all are owned."""
+        """A block for one owner, not cleared; may evict an idle block. None: all are owned."""
         if self._empty:
             block = self._empty.pop()
         elif self._idle:
@@ -69,8 +69,8 @@ class BlockPool:
         self._n_owners[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Remove an owner from each block of a sequence. Its last blocks will be evicted first, since
-        more prompts share the first ones."""
+        """Remove an owner from each block of a sequence. Its last blocks will be evicted first,
+        since more prompts share the first ones."""
         for block in reversed(blocks):
             self._n_owners[block] -= 1
             if self._n_owners[block]:

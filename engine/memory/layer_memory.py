@@ -13,7 +13,7 @@ from cflow.engine.base.errors import EngineError
 from cflow.engine.memory.experts import ExpertBank, check_rate, expert_options
 from cflow.engine.native import LayerRecords, Model, const
 
-UNLIMITED = 1 << 60  # bytes
+EVERYTHING = 1 << 60  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +27,8 @@ class FixedWeights:
 
 
 def fix_weights(config: EngineConfig, model: Model, bank: ExpertBank) -> FixedWeights:
-    """Memory for all weights except experts. model: its header. EngineError if weights_memory cannot
-    hold the layers that a step needs at once."""
+    """Memory for all weights except experts. model: its header. EngineError if weights_memory
+    cannot hold the layers that a step needs at once."""
     as_f32 = config.precision == "f32"
     everything = FixedWeights(weight_bytes(model, as_f32=as_f32) - (0 if as_f32 else bank.n_bytes))
     if config.weights_memory is None:
@@ -36,7 +36,7 @@ def fix_weights(config: EngineConfig, model: Model, bank: ExpertBank) -> FixedWe
     if as_f32:
         message = "weights_memory is set, but f32 keeps all in memory; leave it out"
         raise EngineError("invalid_request", message)
-    records = _records(config, bank, UNLIMITED)
+    records = _records(config, bank, EVERYTHING)
     budget = config.weights_memory
     if isinstance(budget, str):
         budget = round(read_share(budget) * records.n_records * records.slot_bytes)
@@ -69,8 +69,8 @@ def pieces(model: Model, slot_bytes: int) -> ExpertBank:
 
 
 def _records(config: EngineConfig, bank: ExpertBank, budget: int) -> LayerRecords:
-    """Layer records within a budget. Counted as if experts were on disk too, which can need more layers
-    at once."""
+    """Layer records within a budget. Counted as if experts were on disk too, which can need more
+    layers at once."""
     experts = expert_options(config, bank.n_bytes)
     model = Model(config.model, header_only=True, weights_memory=budget, experts=experts)
     if model.layer_records is None:

@@ -1,4 +1,4 @@
-"""Start a worker: `python -m cflow.engine.worker FD`, where FD is its end of the socket pair."""
+"""Run a worker: `python -m cflow.engine.worker FD`, where FD is its end of the socket."""
 
 import sys
 

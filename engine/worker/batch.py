@@ -1,4 +1,4 @@
-"""What a step is to compute, and what it brought."""
+"""A step's input and its result, as the scheduler sees them."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from cflow.engine.worker.sequence import Request, Sequence
 
 
 class Chunk(NamedTuple):
-    """Positions first .. first + n - 1 of a sequence, in rows row .. row + n - 1 of the step. In the
-    rows behind them: guesses at what follows."""
+    """Positions first .. first + n - 1 of a sequence, in rows row .. row + n - 1 of the step,
+    followed by a row for each draft."""
 
     sequence: Sequence
     first: int
     n: int
     row: int
-    guesses: tuple[int, ...] = ()
+    drafts: tuple[int, ...] = ()
 
     @property
     def n_rows(self) -> int:
-        return self.n + len(self.guesses)
+        return self.n + len(self.drafts)
 
     @property
     def n_scores(self) -> int:
-        """Leading rows whose following prompt token gets a score."""
+        """Number of leading rows that score the prompt token after them."""
         if not self.sequence.is_scoring:
             return 0
         return max(0, min(self.n, self.sequence.n_prompt - 1 - self.first))
@@ -32,7 +32,7 @@ class Chunk(NamedTuple):
 
 @dataclass(slots=True)
 class Batch:
-    """One step. rebound: sequences whose block table changed; fresh: blocks to clear."""
+    """The input of a step. rebound: sequences whose block table changed. fresh: blocks to clear."""
 
     chunks: list[Chunk] = field(default_factory=list)
     n_rows: int = 0
@@ -41,24 +41,25 @@ class Batch:
     fresh: list[int] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
 
-    def add(self, sequence: Sequence, n: int, guesses: tuple[int, ...] = ()) -> None:
-        self.chunks.append(Chunk(sequence, sequence.n_computed, n, self.n_rows, guesses))
-        self.n_rows += n + len(guesses)
+    def add(self, sequence: Sequence, n: int, drafts: tuple[int, ...] = ()) -> None:
+        self.chunks.append(Chunk(sequence, sequence.n_computed, n, self.n_rows, drafts))
+        self.n_rows += n + len(drafts)
 
 
 class Draw(NamedTuple):
-    """A token to sample for a sequence from a row. If it is the guess, the row behind has computed
-    it, and the next can be sampled from that one. n_right: guesses that were so before."""
+    """A token to sample for a sequence from a row. If it equals the next draft, the row after it
+    holds the logits for another token. n_accepted: drafts accepted so far in this step."""
 
     row: int
     sequence: Sequence
-    guesses: tuple[int, ...] = ()
-    n_right: int = 0
+    drafts: tuple[int, ...] = ()
+    n_accepted: int = 0
 
 
 @dataclass(slots=True)
 class Advance:
-    """What a step brought. draws: tokens to sample; done: sequences that wanted none; copies: (from, to) blocks to copy before the next step; failed: (request, row)."""
+    """The result of a step. draws: tokens to sample. done: sequences that wanted none. copies:
+    (from, to) blocks to copy before the next step. failed: (request, row)."""
 
     draws: list[Draw] = field(default_factory=list)
     done: list[Sequence] = field(default_factory=list)

@@ -1,7 +1,7 @@
-"""A grammar at work in the worker: which tokens an answer may go on with.
+"""Grammars in the worker: which tokens may come next.
 
-Grammars compile in one thread and masks are made in another, so neither holds up the loop; a mask
-is made while the native step runs whose logits it is for.
+One thread compiles grammars and another computes masks, so neither blocks the loop. A mask is
+computed while the native step computes the logits it applies to.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from cflow.engine.base.errors import EngineError
 from cflow.engine.base.messages import Submit
 from cflow.engine.text.grammar import GrammarError, Vocabulary
 
-_KNOWN = 32  # compiled grammars that are kept
+_KNOWN = 32  # compiled grammars in the cache
 Mask = NDArray[np.uint32]
 
 
 class Constraint:
-    """One choice's place in its grammar: a function of the tokens it was given, so it stays right
-    while the sequence is set back."""
+    """The state of one choice in its grammar. It depends only on the tokens appended, so preemption
+    does not affect it."""
 
     def __init__(self, matcher: Any, n_words: int, pool: ThreadPoolExecutor) -> None:
         self._matcher = matcher
@@ -33,12 +33,12 @@ class Constraint:
         self._next: Future[Mask] = pool.submit(self._make)
 
     def mask(self) -> Mask:
-        """(n_words,) bit set: the token may come next; valid until the next append. EngineError if
-        that took too much work."""
+        """The mask, (n_words,), with a bit set for each token that may come next. Valid until the
+        next append. EngineError if it took too much work."""
         return self._next.result()
 
     def append(self, token: int) -> bool:
-        """Takes a token that the mask allowed. True: nothing but the end can follow it."""
+        """Advance by a token that the mask allowed. True if only the end can follow."""
         if not self._matcher.consume_token(token):
             raise self._error()
         if self._matcher.is_stopped():
@@ -55,11 +55,11 @@ class Constraint:
 
     def _error(self) -> EngineError:
         reason = self._matcher.get_error().split("\n")[0][:200]
-        return EngineError("invalid_request", f"the grammar cannot be followed further: {reason}")
+        return EngineError("invalid_request", f"the grammar failed: {reason}")
 
 
 class Compiled(NamedTuple):
-    """A request's constraints, one a choice; fault: why there are none."""
+    """The constraints of a request, one per choice. fault: why there are none."""
 
     request_id: int
     constraints: list[Constraint]
@@ -67,7 +67,7 @@ class Compiled(NamedTuple):
 
 
 class Grammars:
-    """Compiles grammars and keeps those used last."""
+    """Compiles grammars and caches the most recent ones."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._n_words = (vocabulary.n_tokens + 31) // 32
@@ -76,7 +76,7 @@ class Grammars:
         self._compile = lru_cache(_KNOWN)(vocabulary.compile)
 
     def compile(self, submit: Submit, done: Callable[[Compiled], object]) -> None:
-        """done is called from another thread."""
+        """Compile the grammar of a request; calls `done` from another thread."""
         self._compiling.submit(lambda: done(self._begin(submit)))
 
     def _begin(self, submit: Submit) -> Compiled:

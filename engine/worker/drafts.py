@@ -1,9 +1,9 @@
-"""Guesses at what sequences say next, and how many of them a step checks.
+"""Drafts, which are guesses at a sequence's next tokens, and how many of them a step checks.
 
-A sequence's guess is what followed its last three tokens, or two, where they last stood (prompt
-lookup). The rows of a step check guesses: a sequence goes on behind a guess where sampling chose
-just that, so answers are what they are without. Each token that comes is compared with its guess,
-run or not, so how often guesses are right is known at no cost.
+Prompt lookup: the drafts are the tokens that followed the last earlier occurrence of the sequence's
+last three tokens, or two. A step computes a row for each draft and accepts it if sampling chooses
+the same token, so drafts never change the output. Every new token is compared with its draft, even
+one that was not checked, so the acceptance rate costs nothing to measure.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from collections.abc import Sequence
 from cflow.engine.worker.pace import Pace
 
 FIRST_ODDS = 0.5
-BEST_ODDS = 0.95  # of guesses that are always right; what takes more is not worth looking up
-WEIGHT = 0.2  # of the newest guess in the odds
-N_PLACES = 1 << 14  # remembered of a sequence, in 64 KiB; newer ones push out older ones
-REACH = 1 << 13  # tokens taken in at a time, the last ones
-DELAY = 0.1  # of a step, at most, for the sake of others where a sequence has no guess of its own
+BEST_ODDS = 0.95  # no look-up if even such odds would not pay
+WEIGHT = 0.2  # of the newest draft in the odds
+N_PLACES = 1 << 14  # hash slots of a sequence, 64 KiB; newer places overwrite older ones
+REACH = 1 << 13  # the last tokens, which are all that one call indexes
+DELAY = 0.1  # most time that drafts add to a step in which some sequence has none
 
 
 class Lookup:
-    """Guesses for one sequence. odds: how many of the latest were right, 0 to 1."""
+    """Drafts for one sequence. odds: share of recent drafts that were right, 0 to 1."""
 
     __slots__ = ("_n", "_n_prompt", "_places", "_source", "_tokens", "odds")
 
     def __init__(self, tokens: array[int], n_prompt: int) -> None:
-        """tokens: shared; they grow."""
+        """tokens: of the sequence, which appends to them."""
         self.odds = FIRST_ODDS
         self._tokens = tokens
         self._n_prompt = n_prompt
-        self._n = 0  # taken in
-        self._places = array("i", bytes(4 * N_PLACES))  # what follows a pair or triple, by its hash
-        self._source = 0  # of the next token; 0: no guess
+        self._n = 0  # tokens indexed
+        self._places = array("i", bytes(4 * N_PLACES))  # of what follows a pair or triple, by hash
+        self._source = 0  # place of the next draft; 0: none
 
     def follow(self) -> float:
-        """Takes in new tokens. The odds of the guess at the next one; 0: there is none."""
+        """Index new tokens. Returns the odds of the next draft, 0 if there is none."""
         tokens, places = self._tokens, self._places
         first = max(self._n, len(tokens) - REACH)
         source = self._source if first == self._n else 0
@@ -58,31 +58,31 @@ class Lookup:
         return self.odds if source else 0.0
 
     def _check(self, place: int, i: int, n: int) -> int:
-        """The place, if the n tokens before it are those up to i; else 0."""
+        """The place if the n tokens before it equal the n tokens up to i, else 0."""
         tokens = self._tokens
         return place if tokens[place - n : place] == tokens[i + 1 - n : i + 1] else 0
 
-    def guess(self, n: int) -> tuple[int, ...]:
-        """The next n tokens. What repeats itself at the end goes on repeating itself."""
+    def draft(self, n: int) -> tuple[int, ...]:
+        """The next n drafts. Where they reach the end of the tokens, they repeat from the start."""
         tokens, source = self._tokens, self._source
         period = len(tokens) - source
         return tuple(tokens[source + i % period] for i in range(n))
 
 
 def may_pay(n: int, pace: Pace) -> bool:
-    """Guesses beside n decodes may bring more than they take, or have to be tried."""
+    """Whether drafts beside n decodes can pay, or a trial is due."""
     return pace.n_trial_rows(n) > 0 or n * pace.row_price(n) < BEST_ODDS
 
 
-def count_guesses(odds: Sequence[float], limits: Sequence[int], room: int, pace: Pace) -> list[int]:
-    """How many guesses each of some decodes runs, at most its limit, and `room` together. odds: 0
-    where there is none.
+def count_drafts(odds: Sequence[float], limits: Sequence[int], room: int, pace: Pace) -> list[int]:
+    """The number of drafts to check for each decode: at most its limit, and `room` in total. odds:
+    0 for a decode without drafts.
 
-    One more pays while it brings more tokens for its time than the step does without it; n in a row
-    are right with odds^n. Where the price of a row has to be tried, a few are run in any case.
+    Another draft pays while it adds more tokens a second than the step has without it. The nth
+    draft is accepted with probability odds^n. A trial checks a few drafts in any case.
     """
     price, trial = pace.row_price(len(odds)), pace.n_trial_rows(len(odds))
-    seconds, gained = 1.0, float(len(odds))  # seconds: in steps without guesses
+    seconds, gained = 1.0, float(len(odds))  # seconds: in steps without drafts
     wanted = []
     for chance, limit in zip(odds, limits, strict=True):
         n, value = 0, chance

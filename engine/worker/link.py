@@ -1,4 +1,4 @@
-"""The worker's end of the socket pair: a thread that listens, a lock around sending."""
+"""The worker's end of the socket: a listening thread, and sends under a lock."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ READ_BYTES = 1 << 16
 
 
 class Link:
-    """Messages for the main thread wait in an inbox. The listening thread also sends the heartbeat,
-    hands each Cancel to on_cancel at once, and ends the process when the front end is gone."""
+    """Collects messages in an inbox for the main thread. The listening thread also sends the
+    heartbeat, passes each Cancel to on_cancel at once, and ends the process when the front end is
+    gone."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
@@ -47,14 +48,13 @@ class Link:
             _end_process()
 
     def post(self, item: Any) -> None:
-        """Puts something into the inbox, from any thread of this process."""
+        """Put an item into the inbox, from any thread."""
         with self._has_mail:
             self._inbox.append(item)
             self._has_mail.notify()
 
     def receive(self, timeout_s: float | None) -> list[Any]:
-        """Everything in the inbox: Down, and what was posted; waits for it so long (None: for ever;
-        0: not)."""
+        """All items of the inbox. Waits up to timeout_s for the first one; None: without limit."""
         if not self._inbox and timeout_s == 0:
             return []
         with self._has_mail:
@@ -65,7 +65,7 @@ class Link:
 
     def _listen(self) -> None:
         splitter = FrameSplitter()
-        readable = select.poll()  # select() takes no descriptor above 1023, and ours is inherited
+        readable = select.poll()  # select() fails for descriptors above 1023, and ours is inherited
         readable.register(self._socket, select.POLLIN)
         next_beat = time.monotonic()
         while True:
@@ -91,5 +91,5 @@ class Link:
 
 
 def _end_process() -> None:
-    """Nobody is left to answer to; whatever step runs is cut off."""
+    """End at once, even during a step: the front end is gone."""
     os._exit(0)

@@ -1,4 +1,4 @@
-"""Brings a model up in the worker: weights, KV memory, a first token."""
+"""Loads a model in the worker: weights, KV memory, a first token."""
 
 from __future__ import annotations
 
@@ -22,14 +22,13 @@ from cflow.engine.native import Context, Model, const
 from cflow.engine.text.grammar import Vocabulary
 from cflow.engine.worker.runner import Context as AnyContext
 
-HUGE_PAGES_WANTED = 0.5  # of the weights; below it a note says so
+HUGE_PAGES_WANTED = 0.5  # share of the weights; below it there is a note
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A context that has made its first token. vocabulary: for grammars, if the model can have them.
-    experts: where some of them stay on disk. disk_stats: of each kind of weights that do, for any
-    thread, any time."""
+    """A context that has generated a token. vocabulary: for grammars, if the model supports them.
+    experts: if some are on disk. disk_stats: of each kind of weights on disk; thread-safe."""
 
     context: AnyContext
     token_bytes: TokenBytes
@@ -44,12 +43,12 @@ Load = Callable[[EngineConfig, str, Report], Loaded]
 
 
 def load(config: EngineConfig, digest: str, report: Report) -> Loaded:
-    """digest: of the file that it must be. report: bytes read, and of all, of "weights" and then of
-    "experts". Raises EngineError."""
+    """Load a model and generate a token. digest: of the file that the front end has read. report:
+    bytes done and in total of "weights", then of "experts". Raises EngineError."""
     started = time.perf_counter()
-    _expect(digest, read_header(config))  # before a long load
+    _expect(digest, read_header(config))  # before the long load
     reading = ThreadPoolExecutor(1, "vocabulary")
-    vocabulary = reading.submit(Vocabulary.read, config.model)  # beside the weights
+    vocabulary = reading.submit(Vocabulary.read, config.model)  # while the weights load
     reading.shutdown(wait=False)
     budget = Budget(config)
     share = budget.share()
@@ -90,8 +89,8 @@ def load(config: EngineConfig, digest: str, report: Report) -> Loaded:
 
 
 def _expect(digest: str, model: Model) -> None:
-    """Prompts are made with the tokenizer and the template of the file that the front end has read;
-    weights of another one would answer them with nonsense."""
+    """ModelError if this is not the file that the front end has read: its prompts use that file's
+    tokenizer and template."""
     if model.digest != digest:
         raise ModelError(
             f"{model.path} is no longer the file that this server started with; restart the server "
@@ -100,7 +99,7 @@ def _expect(digest: str, model: Model) -> None:
 
 
 def _make_a_token(context: Context) -> None:
-    """What answers here will answer later: whoever says ready has made a token."""
+    """Generate one token before reporting ready, so that a model that cannot run fails at load."""
     context.bind(0, [0])
     status = context.step([Row(0, 0, 0, const.CFLOW_ROW_LOGITS)]).status
     choice = context.sample([Pick(row=0, temperature=0)])[0]
@@ -117,7 +116,7 @@ def _thread_notes(threads: int, cores: machine.Cores) -> list[str]:
     if cores.quota and threads > max(1, cores.quota.cpus):
         notes.append(
             f"{threads} threads and a CPU quota of {cores.quota.cpus:g} ({cores.quota.source}): the "
-            "kernel will stop them in most periods; leave threads out"
+            "kernel will stop them in most periods; remove the threads setting"
         )
     return notes
 
@@ -127,7 +126,7 @@ def _memory_notes(model: Model) -> list[str]:
     notes = []
     if not memory.direct_io:
         notes.append(
-            "weights were read through the page cache: the file system has no direct reads"
+            "weights were read through the page cache: the file system does not support direct reads"
         )
     if memory.huge_bytes < HUGE_PAGES_WANTED * memory.resident_bytes:
         share = memory.huge_bytes / max(memory.resident_bytes, 1)
@@ -140,11 +139,13 @@ def _expert_notes(model: Model, config: EngineConfig) -> list[str]:
     tier = model.tier
     if tier is None or tier.direct_io or config.expert_io == "cached":
         return []
-    return ["experts are read through the page cache: the file system has no direct reads"]
+    return [
+        "experts are read through the page cache: the file system does not support direct reads"
+    ]
 
 
 def _disk_facts(model: Model) -> dict[str, Any]:
-    """Fields of Ready, where some experts or layers stay on disk."""
+    """Fields of Ready about experts and layers on disk."""
     facts: dict[str, Any] = {}
     if tier := model.tier:
         facts |= {

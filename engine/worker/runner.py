@@ -1,4 +1,4 @@
-"""Turns a batch into one native step, and sequences into picks from its logits."""
+"""Runs a batch as one native step and samples from its logits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LOGITS, _SCORE = const.CFLOW_ROW_LOGITS, const.CFLOW_ROW_SCORE
 
 
 class Context(Protocol):
-    """What is used of native.Context."""
+    """The part of native.Context that the worker uses."""
 
     def bind(self, sequence: int, blocks: list[int]) -> None: ...
     def copy_block(self, source: int, target: int) -> None: ...
@@ -32,7 +32,7 @@ class Runner:
         self._context = context
 
     def step(self, batch: Batch) -> StepResult:
-        """Runs the batch. NativeError: nothing was kept, the same batch may be made again."""
+        """Run the batch. After a NativeError nothing was kept, and the batch can run again."""
         for block in batch.fresh:
             self._context.clear_block(block)
         for sequence in batch.rebound:
@@ -44,7 +44,7 @@ class Runner:
         return self._context.step(rows)
 
     def row_error(self, row: int) -> str:
-        """Why a row of the last step failed, where there is more to say than its status does."""
+        """Details of a failed row of the last step, or ""."""
         return self._context.row_error(row)
 
     def copy(self, blocks: list[tuple[int, int]]) -> None:
@@ -52,7 +52,7 @@ class Runner:
             self._context.copy_block(source, target)
 
     def sample(self, draws: list[Draw]) -> list[Choice]:
-        """A token for each, from the logits of the last step."""
+        """Sample a token for each draw from the logits of the last step."""
         return self._context.sample([draw.sequence.prepare_pick(draw.row) for draw in draws])
 
 
@@ -67,5 +67,5 @@ def _append_rows(rows: list[Row], chunk: Chunk) -> None:
     sampled = len(tokens) - 1 if params.max_tokens else -1  # the next token comes from its logits
     for p in range(first + n_scores, first + n):
         rows.append(Row(slot, tokens[p], p, _LOGITS if p == sampled else 0, 0, 0, n_experts))
-    for p, guess in enumerate(chunk.guesses, first + n):
-        rows.append(Row(slot, guess, p, _LOGITS, 0, 0, n_experts))
+    for p, draft in enumerate(chunk.drafts, first + n):
+        rows.append(Row(slot, draft, p, _LOGITS, 0, 0, n_experts))

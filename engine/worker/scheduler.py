@@ -1,10 +1,10 @@
-"""Which rows the next step computes: decodes first, then prompts in chunks, new ones among them.
+"""Chooses the rows of each step: decodes first, then chunks of prompts, some of them new.
 
-Pure bookkeeping, no model. The worker calls schedule(), runs the batch, and reports with advance();
-a step that was cancelled is simply scheduled again. Blocks of a whole prompt are taken when it is
-admitted, so only decodes can find the memory full; then the last in rank is set back: its tokens are
-kept, its blocks given up, and it goes to the front of the line. Random numbers depend on (seed,
-choice, index) alone, so nobody sees that in an answer.
+Bookkeeping only, without a model. The worker calls schedule(), runs the batch, and reports the
+result to advance(); a cancelled step is scheduled again. A prompt gets all its blocks when it is
+admitted, so only decodes can run out of blocks. Then the sequence last in rank is preempted: it
+keeps its tokens, loses its blocks, and waits at the front of the queue. Random numbers depend only
+on (seed, choice, index), so preemption does not change an answer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cflow.engine.base.messages import Logprob
 from cflow.engine.base.native_types import Score, StepResult
 from cflow.engine.memory.kv_blocks import BLOCK, BlockPool, n_blocks_for
 from cflow.engine.worker.batch import Advance, Batch, Chunk, Draw
-from cflow.engine.worker.drafts import Lookup, count_guesses, may_pay
+from cflow.engine.worker.drafts import Lookup, count_drafts, may_pay
 from cflow.engine.worker.pace import Pace
 from cflow.engine.worker.sequence import Request, Sequence
 from cflow.engine.worker.waiting import WaitingLine, turn
@@ -30,24 +30,24 @@ Phase = Literal["queue", "prefill", "decode"]
 
 @dataclass(slots=True)
 class Counters:
-    """Totals. Tokens of the prompts looked up in the prefix cache and found there count once per
-    request, however often it is set back. preemptions_memory: of all preemptions, those for want of
-    blocks; the others gave their slot to who had more of a claim. drafts: times that guesses were run
-    for a sequence; right_at: of the first guesses, second ones and so on, those that were right."""
+    """Totals. prefix_queries and prefix_hits: prompt tokens looked up in the prefix cache and
+    found, once per request even if it is preempted. preemptions_memory: those because blocks ran
+    out; the others freed a slot. draft_rounds: steps that checked drafts, counted per sequence.
+    accepted_at: accepted drafts by position, the first draft first."""
 
     prompt_tokens: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
     preemptions: int = 0
     preemptions_memory: int = 0
+    draft_rounds: int = 0
     drafts: int = 0
-    guesses: int = 0
-    right_at: list[int] = field(default_factory=lambda: [0] * MAX_DRAFTS)
+    accepted_at: list[int] = field(default_factory=lambda: [0] * MAX_DRAFTS)
 
 
 class Scheduler:
-    """n_blocks must hold one sequence of max_context tokens, so that the first in rank always can
-    go on. max_logits: rows of a step that can keep theirs; 0: nothing is guessed."""
+    """n_blocks must hold one sequence of max_context tokens, so that the first in rank can always
+    run. max_logits: most rows of a step that keep logits; 0: no drafts."""
 
     def __init__(
         self,
@@ -69,12 +69,12 @@ class Scheduler:
         self._running: list[Sequence] = []  # by rank
         self._requests: dict[int, Request] = {}
         self._n_turns = 0
-        self._forked: list[Sequence] = []  # since the last step; their blocks are not bound yet
+        self._forked: list[Sequence] = []  # since the last step; blocks not bound yet
 
     # ---- requests come and go ----
 
     def add(self, request: Request) -> None:
-        """A new request; only its first choice waits, the others fork from it."""
+        """Add a request. Only its first choice waits; the others fork from it."""
         if not request.submit.place:
             self._n_turns += 1
         request.turn = self._n_turns
@@ -98,18 +98,18 @@ class Scheduler:
         return len(self._waiting)
 
     def line(self) -> list[int]:
-        """Ids of requests of which something waits, the next first."""
+        """Ids of requests with waiting sequences, the next to run first."""
         return self._waiting.order()
 
     def remove(self, request: Request) -> Phase:
-        """Ends a request, wherever it is: where it was."""
+        """End a request in any phase; returns that phase."""
         phase = self._phase(request)
         for sequence in list(request.sequences):
             self.finish(sequence)
         return phase
 
     def finish(self, sequence: Sequence) -> None:
-        """Ends one choice."""
+        """End one choice."""
         if sequence.slot >= 0:
             self._stop_running(sequence)
         elif sequence.is_waiting:
@@ -130,13 +130,13 @@ class Scheduler:
     # ---- a step ----
 
     def schedule(self) -> Batch:
-        """The next step; no rows if there is nothing to do."""
+        """The next step, without rows if there is nothing to do."""
         batch = Batch(rebound=self._forked)
         self._forked = []
         self._make_way()
         n_preempted = self.counters.preemptions
         self._add_decodes(batch)
-        if len(batch.chunks) < len(self._running) or self.n_waiting:  # else all there is decodes
+        if len(batch.chunks) < len(self._running) or self.n_waiting:  # else all sequences decode
             room = self._pace.n_prefill_rows(batch.n_rows)
             if self.counters.preemptions == n_preempted:
                 self._admit(batch, room)
@@ -144,9 +144,9 @@ class Scheduler:
         return batch
 
     def _make_way(self) -> None:
-        """Where all slots are taken, the first in line gets that of a less urgent one, of one with a
-        later turn, or of another key that holds more; one a step. Who is set back finds its blocks in
-        the prefix cache, unless somebody needed them."""
+        """If all slots are taken, preempt at most one sequence for the first in the queue: one of
+        lower priority, of a later turn, or of a key that holds more slots. Its blocks stay in the
+        prefix cache until they are evicted."""
         first = None if self._slots else self._waiting.first()
         if first is None:
             return
@@ -155,7 +155,7 @@ class Scheduler:
         own, other = first.request.submit, victim.request.submit
         is_between_keys = own.priority == other.priority and own.key != other.key
         if is_between_keys and held[own.key] + 1 >= held[other.key]:
-            return  # it would have to give the slot back
+            return  # it would be preempted for the other key next
         if self._waiting.rank(first) < self._waiting.rank(victim):
             self._preempt(victim)
 
@@ -165,56 +165,57 @@ class Scheduler:
             for sequence in self._running.copy()
             if sequence.slot >= 0 and sequence.n_pending == 1 and self._grow(sequence, batch)
         ]
-        for sequence, guess in zip(decodes, self._guess(decodes), strict=True):
-            batch.add(sequence, 1, self._fit(sequence, guess, batch) if guess else ())
+        for sequence, drafts in zip(decodes, self._draft(decodes), strict=True):
+            batch.add(sequence, 1, self._fit(sequence, drafts, batch) if drafts else ())
         batch.n_decodes = batch.n_rows
 
-    def _guess(self, decodes: list[Sequence]) -> list[tuple[int, ...]]:
-        """What to run of the guesses at each, beside one row of all that run or may begin."""
+    def _draft(self, decodes: list[Sequence]) -> list[tuple[int, ...]]:
+        """Drafts to check for each decode. One row stays reserved for every sequence that runs or
+        can start."""
         n = len(decodes)
         room = self._max_logits - len(self._running) - min(self.n_waiting, len(self._slots))
-        room = min(room, self._pace.n_guess_rows(n))
+        room = min(room, self._pace.n_draft_rows(n))
         if not n or room <= 0 or not may_pay(n, self._pace):
             return [()] * n
         odds = [self._look_up(sequence) for sequence in decodes]
         if not any(odds):
             return [()] * n
-        limits = [self._guess_limit(sequence) for sequence in decodes]
-        counts = count_guesses(odds, limits, room, self._pace)
+        limits = [self._draft_limit(sequence) for sequence in decodes]
+        counts = count_drafts(odds, limits, room, self._pace)
         return [
-            sequence.lookup.guess(count) if sequence.lookup and count else ()
+            sequence.lookup.draft(count) if sequence.lookup and count else ()
             for sequence, count in zip(decodes, counts, strict=True)
         ]
 
     @staticmethod
     def _look_up(sequence: Sequence) -> float:
-        """The odds of its next guess; 0: it has none."""
+        """Odds of the next draft; 0: none."""
         if not sequence.request.is_prompt_done or sequence.grammar is not None:
             return 0.0
         if sequence.lookup is None:
             sequence.lookup = Lookup(sequence.tokens, sequence.n_prompt)
         return sequence.lookup.follow()
 
-    def _guess_limit(self, sequence: Sequence) -> int:
-        """So many guesses, and the token behind them, may still be said."""
+    def _draft_limit(self, sequence: Sequence) -> int:
+        """Upper bound on drafts: the request can still take this many tokens plus one."""
         n_prompt = sequence.n_prompt
         most = min(sequence.request.submit.sampling.max_tokens, self._max_context - n_prompt)
         return min(MAX_DRAFTS, n_prompt + most - len(sequence.tokens) - 1)
 
-    def _fit(self, sequence: Sequence, guess: tuple[int, ...], batch: Batch) -> tuple[int, ...]:
-        """What of it the sequence has blocks for. It may take its next block early, but not one
-        that another may need before."""
+    def _fit(self, sequence: Sequence, drafts: tuple[int, ...], batch: Batch) -> tuple[int, ...]:
+        """The drafts that the sequence has blocks for. It may allocate its next block early if one
+        stays free for every other sequence."""
         n_tokens = len(sequence.tokens)
-        is_short = n_tokens + len(guess) > len(sequence.blocks) * BLOCK
+        is_short = n_tokens + len(drafts) > len(sequence.blocks) * BLOCK
         if is_short and self.pool.n_free > len(self._running) and self._extend(sequence, batch):
             batch.rebound.append(sequence)
-        guess = guess[: len(sequence.blocks) * BLOCK - n_tokens]
-        self.counters.drafts += bool(guess)
-        self.counters.guesses += len(guess)
-        return guess
+        drafts = drafts[: len(sequence.blocks) * BLOCK - n_tokens]
+        self.counters.draft_rounds += bool(drafts)
+        self.counters.drafts += len(drafts)
+        return drafts
 
     def _admit(self, batch: Batch, room: int) -> None:
-        """Lets prompts begin while rows are left for them, or while halves of the room are rows."""
+        """Admit prompts while share_rows() has rows for another one."""
         wanted = [sequence.n_pending for sequence in self._running if sequence.n_pending > 1]
         while self._slots and (sum(wanted) < room or len(wanted) < room.bit_length()):
             sequence = self._waiting.first()
@@ -234,12 +235,13 @@ class Scheduler:
                 batch.add(sequence, n)
 
     def _place(self, sequence: Sequence, batch: Batch) -> bool:
-        """Gives a waiting sequence the blocks of its tokens, cached ones where they are known. One
-        more for each that runs must stay free, or somebody is set back at once."""
+        """Give a waiting sequence blocks for all its tokens, from the prefix cache where possible.
+        False if that leaves less than one free block for each running sequence: one would soon be
+        preempted."""
         n_tokens = len(sequence.tokens)
         found: list[int] = []
         if not sequence.is_scoring:
-            # The last token is computed in any case: its logits are needed.
+            # The last token is always computed, because its logits are needed.
             found = self.pool.find(sequence.block_keys((n_tokens - 1) // BLOCK))
         n_fresh = n_blocks_for(n_tokens) - len(found)
         n_needed = n_fresh + self.pool.n_idle(found) + len(self._running)
@@ -267,8 +269,8 @@ class Scheduler:
         self.counters.prefix_hits += request.n_cached
 
     def _grow(self, sequence: Sequence, batch: Batch) -> bool:
-        """Makes sure the last token has a block, at the cost of those behind in rank. False: the
-        sequence itself was last, and is set back."""
+        """Make sure that the last token has a block, preempting sequences of lower rank if needed.
+        False if the sequence itself was last in rank and was preempted."""
         if len(sequence.tokens) <= len(sequence.blocks) * BLOCK:
             return True
         while not self._extend(sequence, batch):
@@ -309,28 +311,28 @@ class Scheduler:
         self._waiting.add(sequence)
         self.counters.preemptions += 1
 
-    # ---- what a step brought ----
+    # ---- the result of a step ----
 
     def advance(self, batch: Batch, result: StepResult) -> Advance:
-        """Takes in a step that ran."""
+        """Update all sequences after a step."""
         advance = Advance()
         scores = iter(result.scores)
         any_failed = any(result.status)
         for chunk in batch.chunks:
             chunk_scores = list(islice(scores, chunk.n_scores)) if result.scores else []
             if any_failed and (row := _first_failure(result.status, chunk)) is not None:
-                # What it wrote may be wrong. Its blocks of this step are in no prefix cache yet, and
-                # those before it are right.
+                # The keys and values of this step may be wrong, but they are not yet in the prefix
+                # cache. Those of earlier steps are right.
                 advance.failed.append((chunk.sequence.request, row))
                 continue
             if result.usage:
                 chunk.sequence.charge(result.usage[chunk.row : chunk.row + chunk.n_rows])
             chunk.sequence.request.prompt_scores += map(_logprob, chunk_scores)
-            guesses = _sound_guesses(result.status, chunk) if any_failed else chunk.guesses
-            self._advance_chunk(chunk, guesses, advance)
+            drafts = _sound_drafts(result.status, chunk) if any_failed else chunk.drafts
+            self._advance_chunk(chunk, drafts, advance)
         return advance
 
-    def _advance_chunk(self, chunk: Chunk, guesses: tuple[int, ...], advance: Advance) -> None:
+    def _advance_chunk(self, chunk: Chunk, drafts: tuple[int, ...], advance: Advance) -> None:
         sequence = chunk.sequence
         request = sequence.request
         sequence.n_computed += chunk.n
@@ -344,7 +346,7 @@ class Scheduler:
         if not request.submit.sampling.max_tokens:
             advance.done += request.sequences
             return
-        advance.draws.append(Draw(chunk.row + chunk.n - 1, sequence, guesses))
+        advance.draws.append(Draw(chunk.row + chunk.n - 1, sequence, drafts))
         self._waiting.charge(request.submit.key, 1)
         if is_first_time:
             for other in request.sequences[1:]:
@@ -360,8 +362,9 @@ class Scheduler:
         sequence.n_registered = n_full
 
     def _fork(self, first: Sequence, other: Sequence, row: int, advance: Advance) -> None:
-        """Starts another choice from a prompt just computed: full blocks are shared, the one that
-        both go on writing is copied. Without a slot or a block it waits, and computes for itself."""
+        """Start another choice from a prompt just computed. Full blocks are shared; the last one,
+        which both will write to, is copied. Without a free slot or block the choice waits and
+        computes the prompt itself."""
         n_full, n_rest = divmod(first.n_computed, BLOCK)
         copy = self.pool.allocate() if n_rest and self._slots else None
         if not self._slots or (n_rest and copy is None):
@@ -380,21 +383,21 @@ class Scheduler:
         advance.draws.append(Draw(row, other))
 
     def take(self, draw: Draw, token: int) -> Draw | None:
-        """Adds a sampled token. The next draw, if a guess was right and the sequence goes on."""
-        sequence, n_right = draw.sequence, draw.n_right
+        """Append a sampled token. Returns the next draw if the token equals a draft."""
+        sequence, n_accepted = draw.sequence, draw.n_accepted
         sequence.append(token)
-        if n_right == len(draw.guesses) or draw.guesses[n_right] != token:
+        if n_accepted == len(draw.drafts) or draw.drafts[n_accepted] != token:
             return None
         sequence.n_computed += 1
         self._register(sequence)
         self._waiting.charge(sequence.request.submit.key, 1)
-        self.counters.right_at[n_right] += 1
-        return draw._replace(row=draw.row + 1, n_right=n_right + 1)
+        self.counters.accepted_at[n_accepted] += 1
+        return draw._replace(row=draw.row + 1, n_accepted=n_accepted + 1)
 
 
 def share_rows(wanted: list[int], room: int) -> list[int]:
-    """Each takes half of the rows that are left, the last all of them, so that a long prompt does
-    not keep those behind it from beginning. What nobody wants goes to the first."""
+    """Each prompt gets half of the remaining rows and the last one all of them, so that a long
+    prompt does not block later ones. Rows still left go to the first prompts."""
     shares, left = [], room
     for i, n in enumerate(wanted):
         shares.append(min(n, left if i == len(wanted) - 1 else (left + 1) // 2))
@@ -407,12 +410,12 @@ def share_rows(wanted: list[int], room: int) -> list[int]:
 
 
 def _rank(sequence: Sequence) -> tuple[int, ...]:
-    """Of those that run, the last gives up its memory first."""
+    """Sort key of running sequences: the last one is preempted first if blocks run out."""
     return (sequence.request.submit.priority, *turn(sequence))
 
 
 def _claim(sequence: Sequence, held: Counter[str]) -> tuple[int, ...]:
-    """The greatest has the weakest claim to its slot. held: slots by key."""
+    """Sort key of running sequences: the greatest loses its slot first. held: slots by key."""
     submit = sequence.request.submit
     return (submit.priority, held[submit.key], *turn(sequence))
 
@@ -421,12 +424,12 @@ def _first_failure(status: list[int], chunk: Chunk) -> int | None:
     return next((row for row in range(chunk.row, chunk.row + chunk.n) if status[row]), None)
 
 
-def _sound_guesses(status: list[int], chunk: Chunk) -> tuple[int, ...]:
-    """Those before the first whose row failed: nobody asked for it yet."""
+def _sound_drafts(status: list[int], chunk: Chunk) -> tuple[int, ...]:
+    """The drafts before the first failed row. A failed draft does not fail its request."""
     n = 0
-    while n < len(chunk.guesses) and not status[chunk.row + chunk.n + n]:
+    while n < len(chunk.drafts) and not status[chunk.row + chunk.n + n]:
         n += 1
-    return chunk.guesses[:n]
+    return chunk.drafts[:n]
 
 
 def _logprob(score: Score) -> Logprob:

@@ -19,8 +19,8 @@ BAN = -np.inf
 
 
 class Request:
-    """One prompt and its choices. order: arrival number; turn: that of its HTTP request, all prompts of
-    which are one."""
+    """One prompt and its choices. order: arrival number. turn: arrival number of its HTTP request,
+    which can have several prompts."""
 
     __slots__ = (
         "id",
@@ -40,17 +40,17 @@ class Request:
         self.order = order
         self.turn = 0
         self.is_prompt_done = False
-        self.is_counted = False  # in the totals of prefix cache lookups
+        self.is_counted = False  # in the counters of prefix cache look-ups
         self.n_cached = 0  # prompt tokens that came from the prefix cache
-        self.prompt_scores: list[Logprob] = []  # of prompt tokens 1, 2, ...
-        self.sequences: list[Sequence] = []  # the choices that are not finished
+        self.prompt_scores: list[Logprob] = []  # of prompt tokens from the second on
+        self.sequences: list[Sequence] = []  # unfinished choices
 
 
 class Sequence:
     """One choice: its tokens, how many of them are in KV blocks, and how it samples.
 
-    blocks[i] holds positions 32 i .. 32 i + 31. slot: its number in the native context, -1 while it
-    waits. transcript is the worker's, to make text; the scheduler does not look at it.
+    blocks[i] holds positions BLOCK * i and on. slot: its number in the native context, -1 while it
+    waits. transcript: for the worker; the scheduler does not use it.
     """
 
     __slots__ = (
@@ -88,23 +88,23 @@ class Sequence:
         self.blocks: list[int] = []
         self.n_registered = 0  # blocks offered to the prefix cache
         self.slot = -1
-        self.is_waiting = False  # in the line of waiting.py
-        self.disk: DiskUsage | None = None  # so far, where weights come from it
-        self.lookup: Lookup | None = None  # once it decodes, where guesses are made
+        self.is_waiting = False  # in the queue of waiting.py
+        self.disk: DiskUsage | None = None  # so far, if some weights are on disk
+        self.lookup: Lookup | None = None  # from its first decode on, if drafts are enabled
         self.transcript = transcript
-        self.grammar = grammar  # what it must follow
+        self.grammar = grammar
         self.pick = _pick(request.submit.sampling, choice, self.n_prompt, eos_ids)
         self._has_penalty = has_penalty(request.submit.sampling)
         self._keys: list[bytes] = []
 
     @property
     def n_pending(self) -> int:
-        """Known tokens that are not computed."""
+        """Number of known tokens that are not computed."""
         return len(self.tokens) - self.n_computed
 
     @property
     def is_scoring(self) -> bool:
-        """The prompt's log-probabilities are wanted and not complete: nothing may be skipped."""
+        """Prompt log-probabilities are incomplete, so no prompt token may be skipped."""
         request = self.request
         return (
             request.submit.sampling.n_prompt_logprobs is not None
@@ -113,7 +113,7 @@ class Sequence:
         )
 
     def block_keys(self, n: int) -> list[bytes]:
-        """Keys of the first n blocks, which must be full of tokens."""
+        """Keys of the first n blocks, all of which must be full."""
         keys = self._keys
         while len(keys) < n:
             start = len(keys) * BLOCK
@@ -122,7 +122,7 @@ class Sequence:
         return keys[:n]
 
     def prepare_pick(self, row: int) -> Pick:
-        """How to sample the next token from a row of the step. Valid until the next append."""
+        """The pick for the next token, from a row of the step. Valid until the next append."""
         pick, params = self.pick, self.request.submit.sampling
         pick.row = row
         pick.index = len(self.tokens) - self.n_prompt
@@ -133,16 +133,16 @@ class Sequence:
         return pick
 
     def prepare_mask(self) -> None:
-        """Waits for what its grammar allows next. EngineError if it cannot be followed."""
+        """Wait for the mask of its grammar, if it has one. EngineError if the grammar fails."""
         if self.grammar is not None:
             self.pick.mask = self.grammar.mask()
 
     def charge(self, rows: Iterable[RowUsage]) -> None:
-        """What rows of a step asked of the disk."""
+        """Add disk reads of some rows to those of the sequence."""
         self.disk = DiskUsage(*map(sum, zip(*rows, strict=True))) + self.disk
 
     def append(self, token: int) -> None:
-        self.pick.history = None  # an array that is looked at cannot grow
+        self.pick.history = None  # tokens cannot grow while numpy holds a view of them
         self.tokens.append(token)
 
 

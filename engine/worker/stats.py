@@ -1,4 +1,4 @@
-"""What the worker counts, and when it tells."""
+"""Counters and queue order for the front end, and when they are sent."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ LINE_S = 1.0
 
 
 class StatsKeeper:
-    """Totals and gauges for the front end, at most ten times a second, and once more when idle; who
-    waits, at most once a second."""
+    """Sends Stats at most ten times a second, and once more when idle; the queue order (Line) at
+    most once a second."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class StatsKeeper:
 
     @property
     def is_reading(self) -> bool:
-        """What was told last may change without a step."""
+        """Reads are in flight, so the last Stats can become outdated without a step."""
         return self._last is not None and any(d.n_loading for d in self._last.disk.values())
 
     def line_due(self) -> Line | None:
@@ -80,9 +80,9 @@ class StatsKeeper:
             prefix_hits=counters.prefix_hits,
             preemptions=counters.preemptions,
             preemptions_memory=counters.preemptions_memory,
+            draft_rounds=counters.draft_rounds,
             drafts=counters.drafts,
-            guesses=counters.guesses,
-            right_at=tuple(counters.right_at),
+            accepted_at=tuple(counters.accepted_at),
             steps=self._n_steps,
             step_s=self._step_s,
             read_bytes=self._context.read_bytes,

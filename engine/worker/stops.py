@@ -1,4 +1,4 @@
-"""Stop strings in streamed text, across any borders between its pieces."""
+"""Stop strings in streamed text, found even when they span several pieces."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """Passes text on and ends it at the stop string that is complete first; of several that end at
-    the same character, at the longest. Only a suffix that may still become a stop string is held
-    back, so the result does not depend on how the text is cut into pieces."""
+    """Passes text on until the first stop string is complete; of several that end at one character,
+    the longest counts. Holds back only a suffix that can still become a stop string, so the result
+    does not depend on how the text is split."""
 
     def __init__(self, stops: Sequence[str], *, include_stop: bool = False) -> None:
         by_length = sorted((stop for stop in stops if stop), key=len, reverse=True)
@@ -18,13 +18,13 @@ class StopStrings:
         self.matched: str | None = None
 
     def push(self, text: str) -> str:
-        """The text that may be shown now. After a match (see .matched) there is no more."""
+        """The text to show now. Call no more after a match (see .matched)."""
         if not self._patterns:
             return text
         text = self._held + text
         for end in range(len(self._held) + 1, len(text) + 1):
             char = text[end - 1]
-            # No short cut: every pattern must see every character.
+            # A list, not any(): every pattern must see every character.
             complete = [pattern for pattern in self._patterns if pattern.advance(char)]
             if complete:
                 self.matched = complete[0].text
@@ -35,13 +35,13 @@ class StopStrings:
         return text[: len(text) - n_held]
 
     def flush(self) -> str:
-        """The text held back, once no more can come."""
+        """The text held back, at the end of the answer."""
         held, self._held = self._held, ""
         return held
 
 
 class _Pattern:
-    """Knuth-Morris-Pratt: n_matched is the longest prefix of text that ends the input so far."""
+    """Knuth-Morris-Pratt. n_matched: length of the longest prefix of `text` that ends the input."""
 
     def __init__(self, text: str) -> None:
         self.text = text

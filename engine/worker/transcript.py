@@ -1,4 +1,4 @@
-"""What one choice has said: its tokens become text, and one of them ends it."""
+"""The text of one choice: turns its tokens into text and decides where it ends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _END_OF_TEXT = Finish("stop")
 
 
 class Transcript:
-    """limit: tokens this choice may have. eos_ids: every id that ends an answer of this model."""
+    """limit: most tokens of this choice. eos_ids: ids that end an answer of this model."""
 
     def __init__(
         self,
@@ -32,9 +32,8 @@ class Transcript:
         self.n_tokens = 0
 
     def push(self, token: int, *, is_last: bool = False) -> tuple[str, Finish | None]:
-        """Text to show now, all of it once finished. While min_tokens is not reached stop tokens are
-        banned from sampling (sequence.py) and stop strings do not count. is_last: the answer's
-        grammar is complete."""
+        """Text to show now, and how the choice ends. Before min_tokens, stop tokens are not sampled
+        (sequence.py) and stop strings are ignored. is_last: the grammar is complete."""
         self.n_tokens += 1
         if token in self._stop_ids:
             return self._end_at(token), Finish("stop", token)
@@ -58,7 +57,7 @@ class Transcript:
         return self._stops.flush() + shown + self._detokenizer.flush()
 
     def rest(self) -> str:
-        """What is held back when the answer ends, in the order it came. A stop string that only the
-        flush completes (one that ends in U+FFFD) is still cut off."""
+        """The text held back when the answer ends. A stop string that only this flush completes (it
+        ends in U+FFFD) is still removed."""
         shown = self._stops.push(self._detokenizer.flush())
         return shown if self._stops.matched is not None else shown + self._stops.flush()

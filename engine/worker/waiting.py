@@ -1,9 +1,10 @@
-"""The line of sequences that wait to run, shared fairly between keys.
+"""The queue of sequences that wait to run, shared fairly between API keys.
 
-Fair queueing: the key that was served the fewest tokens comes first. A key that was away begins where
-the least served of the others is, so nobody saves up for later. Within a key it goes by turn: by
-arrival, but each further answer of one HTTP request lets PASSING later ones by, so that a batch of
-hundreds does not hold up a single question, nor single questions for ever a batch.
+Fair queueing: the key with the fewest tokens served comes first. A key that returns starts level
+with the least served active key, so idle keys gain no credit. Within a key, sequences run by
+arrival, except that each further answer of one HTTP request lets PASSING later requests go first: a
+batch of hundreds does not block a single question, and single questions do not block a batch for
+ever.
 """
 
 from __future__ import annotations
@@ -13,20 +14,20 @@ from collections import Counter
 
 from cflow.engine.worker.sequence import Sequence
 
-PASSING = 32  # later requests that each further answer of a request lets by
+PASSING = 32  # later requests that go before each further answer of a request
 
 Rank = tuple[int, int, int, int, int]
 
 
 def turn(sequence: Sequence) -> tuple[int, int, int]:
-    """By which those of one key go."""
+    """Sort key within an API key."""
     request = sequence.request
     place = request.submit.place + sequence.choice
     return request.turn + PASSING * place, request.order, sequence.choice
 
 
 class WaitingLine:
-    """Smaller priority numbers first, then fair between keys, then by turn."""
+    """Orders sequences by priority (smaller first), then fairly between keys, then by turn."""
 
     def __init__(self) -> None:
         self._queues: dict[tuple[int, str], list[Sequence]] = {}  # by priority and key; by turn
@@ -36,23 +37,23 @@ class WaitingLine:
     def __len__(self) -> int:
         return sum(map(len, self._queues.values()))
 
-    # ---- what keys were served ----
+    # ---- tokens served, by key ----
 
     def open(self, key: str) -> None:
-        """A request of this key has come."""
+        """Count a new request of this key."""
         if not self._n_requests[key]:
             others = [self._served[other] for other, n in self._n_requests.items() if n]
             self._served[key] = max(self._served.get(key, 0), min(others, default=0))
         self._n_requests[key] += 1
 
     def close(self, key: str) -> None:
-        """One of its requests is over."""
+        """A request of this key has ended."""
         self._n_requests[key] -= 1
 
     def charge(self, key: str, n_tokens: int) -> None:
         self._served[key] += n_tokens
 
-    # ---- the line ----
+    # ---- the queue ----
 
     def add(self, sequence: Sequence) -> None:
         submit = sequence.request.submit
@@ -68,7 +69,7 @@ class WaitingLine:
         sequence.is_waiting = False
 
     def rank(self, sequence: Sequence) -> Rank:
-        """Its place in the line now, also of one that runs."""
+        """The rank that this sequence has, or would have if it waited."""
         submit = sequence.request.submit
         return (submit.priority, self._served[submit.key], *turn(sequence))
 
@@ -77,7 +78,7 @@ class WaitingLine:
         return min(heads, key=self.rank, default=None)
 
     def order(self) -> list[int]:
-        """Request ids, as it will go if nobody comes or leaves and answers are short."""
+        """Request ids in the order expected if no request comes or leaves."""
         places = []
         for (priority, key), queue in self._queues.items():
             served = self._served[key]

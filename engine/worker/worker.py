@@ -1,7 +1,7 @@
-"""The process that owns the model: `python -m cflow.engine.worker FD`, FD one end of a socket pair.
+"""The worker's loop: take messages, choose rows, run the step, sample, make text, send one Step.
 
-Hello comes first, then Loading goes up until Ready. Then the loop: take messages, choose rows, run
-the step, sample, make text, send one Step. It sleeps while there is nothing to do.
+Before it, the worker receives Hello and sends Loading until the model is Ready. It sleeps while
+there is nothing to do.
 """
 
 from __future__ import annotations
@@ -51,21 +51,21 @@ from cflow.engine.worker.transcript import Transcript
 
 CANCELLED = ("cancelled", "the request was cancelled")
 DRAINING = ("draining", "the server is shutting down")
-NO_TOKEN = "logit_bias, min_tokens, stop tokens and grammar together leave no token to go on with"
+NO_TOKEN = "logit_bias, min_tokens, stop tokens and grammar together allow no token"
 STATUS_TEXT = {
     const.Status.EINVAL: ("invalid_request", NO_TOKEN),
     const.Status.EIO: ("io_error", "weights could not be read from disk"),
     const.Status.EFORMAT: ("io_error", "weights could not be read from disk"),
     const.Status.ENUMERIC: ("numeric", "the model's output is not finite for this request"),
 }
-READING_S = 0.5  # how often an idle worker tells of reads in flight
+READING_S = 0.5  # interval of Stats from an idle worker with reads in flight
 
 log = logging.getLogger("cflow.worker")
 
 
 class Worker:
-    """The loop and the state of all requests; used by the main thread only, but for the two methods
-    given to the link."""
+    """The loop and the state of all requests. Only the main thread uses it, except for the two
+    methods that the link calls."""
 
     def __init__(self, link: Link, config: EngineConfig, loaded: Loaded) -> None:
         self._link = link
@@ -86,17 +86,17 @@ class Worker:
         self._runner = Runner(loaded.context)
         self._stats = StatsKeeper(self._scheduler, loaded.context, loaded.disk_stats)
         self._grammars = Grammars(loaded.vocabulary) if loaded.vocabulary else None
-        self._compiling: dict[int, Submit] = {}  # their grammars are not ready
+        self._compiling: dict[int, Submit] = {}  # requests whose grammars are not ready
         self._n_requests = 0
         self._drain_deadline: float | None = None
-        self._deadlines: list[tuple[float, int]] = []  # of requests, a heap; some have ended
-        self._in_step: dict[int, Request] = {}  # of the running step; replaced, never changed
-        self._cancelled: set[int] = set()  # while it ran
+        self._deadlines: list[tuple[float, int]] = []  # heap of (deadline, request id)
+        self._in_step: dict[int, Request] = {}  # of the running step; replaced, never modified
+        self._cancelled: set[int] = set()  # requests cancelled during that step
         link.heartbeat = self._heartbeat
         link.on_cancel = self._cancel_step
 
     def run(self) -> None:
-        """Until drained. The link ends the process when the front end is gone."""
+        """Run until drained. The link ends the process if the front end is gone."""
         self._tell()
         while not self._is_drained():
             for message in self._link.receive(self._patience()):
@@ -110,7 +110,7 @@ class Worker:
             self._loaded.experts.save(at_once=True)
 
     def _patience(self) -> float | None:
-        """How long to wait for messages."""
+        """Seconds to wait for messages; None: without limit."""
         if self._scheduler.n_running or self._scheduler.n_waiting or self._drain_deadline:
             return 0
         return READING_S if self._stats.is_reading else None
@@ -124,7 +124,7 @@ class Worker:
     # ---- called by the link's thread ----
 
     def _heartbeat(self) -> Heartbeat:
-        """Also cuts a step short whose requests all are out of time."""
+        """The heartbeat. Also cancels a step if all its requests have passed their deadlines."""
         requests, now = self._in_step.values(), time.monotonic()
         deadlines = (request.submit.deadline for request in requests)
         if requests and all(end is not None and end <= now for end in deadlines):
@@ -132,8 +132,8 @@ class Worker:
         return Heartbeat(self._loaded.context.stage_count, bool(requests))
 
     def _cancel_step(self, request_id: int) -> None:
-        """Cuts the running step short if nobody waits for it any more. Should the next step be hit
-        instead, it is made again."""
+        """Cancel the running step if all its requests are cancelled. If that hits the next step
+        instead, that step is scheduled again."""
         self._cancelled.add(request_id)
         if self._in_step and self._in_step.keys() <= self._cancelled:
             self._loaded.context.cancel()
@@ -161,7 +161,7 @@ class Worker:
 
     def _begin_compiled(self, compiled: Compiled) -> None:
         submit = self._compiling.pop(compiled.request_id, None)
-        if submit is None:  # cancelled meanwhile
+        if submit is None:  # cancelled while compiling
             return
         if compiled.fault:
             self._refuse(submit.request_id, compiled.fault)
@@ -200,7 +200,7 @@ class Worker:
         return self._scheduler.remove(request)
 
     def _expire(self) -> None:
-        """Ends the requests whose time is over, with the text they have."""
+        """End the requests that have passed their deadlines; they keep their text."""
         while self._deadlines and self._deadlines[0][0] <= time.monotonic():
             _, request_id = heappop(self._deadlines)
             request = self._scheduler.find(request_id)
@@ -234,7 +234,7 @@ class Worker:
             self._run(batch)
         except Exception as error:
             if isinstance(error, EngineError) and error.code == "cancelled":
-                return  # what was cancelled goes with its message, the rest is made again
+                return  # its Cancel ends the request; other requests are scheduled again
             log.exception("a step of %d rows failed", batch.n_rows)
             code = error.code if isinstance(error, EngineError) else "internal"
             for request in requests.values():
@@ -262,7 +262,7 @@ class Worker:
         self._stats.count_step(seconds, sum(len(delta.tokens) for delta in deltas))
 
     def _announce(self, batch: Batch) -> None:
-        """Tells who has left the queue, before their first step."""
+        """Report the requests that left the queue, before their first step."""
         begun = [s for s in batch.admitted if not s.request.is_prompt_done]
         if begun:
             progress = tuple(Progress(s.request.id, s.n_computed) for s in begun)
@@ -288,8 +288,8 @@ class Worker:
     def _take_choice(
         self, draw: Draw, choice: Choice, deltas: dict[Sequence, Delta]
     ) -> Draw | None:
-        """Adds a token to its sequence, and to what it gained in this step. The draw behind it, if
-        the token was guessed."""
+        """Add a token to its sequence and to the sequence's delta. Returns the next draw if the
+        token equals a draft."""
         sequence = draw.sequence
         if choice.status:
             self._fail_row(sequence.request, choice.status)
@@ -300,12 +300,12 @@ class Worker:
             except EngineError as error:
                 self._fail_alone(sequence.request, error)
             else:
-                deltas[sequence] = deltas[sequence] + delta if draw.n_right else delta
+                deltas[sequence] = deltas[sequence] + delta if draw.n_accepted else delta
                 return following if delta.finish is None else None
         return None
 
     def _prepare_masks(self, draws: list[Draw]) -> None:
-        """Waits for the masks of those that have a grammar; fails whose cannot be made."""
+        """Wait for the masks of sequences with a grammar. Requests whose grammar fails end."""
         for draw in draws:
             if draw.sequence.grammar is not None:
                 try:
@@ -339,7 +339,7 @@ class Worker:
         )
 
     def _end_scoring(self, sequence: Sequence) -> Delta:
-        """A request for no tokens ends with its prompt."""
+        """End a request for zero tokens after its prompt."""
         self._scheduler.finish(sequence)
         request, is_first = sequence.request, sequence.choice == 0
         return Delta(
@@ -377,7 +377,7 @@ def _progress(batch: Batch) -> tuple[Progress, ...]:
 
 
 def serve(sock: socket.socket, load: Load) -> int:
-    """The whole life of a worker on its end of the socket pair: the exit status."""
+    """Run a worker on its end of the socket until it is drained; returns the exit status."""
     link = Link(sock)
     try:
         hello = _await_hello(link)
@@ -404,7 +404,7 @@ def _await_hello(link: Link) -> Hello:
 
 
 def main(fd: int) -> None:
-    """Serve on the inherited socket `fd`, and exit."""
+    """Serve on the inherited socket `fd`, then exit."""
     ignore_signals()
     faulthandler.enable()
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")

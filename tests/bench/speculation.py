@@ -1,4 +1,4 @@
-"""What guessing ahead is worth: answers with and without, in turn, from two workers of one model.
+"""What drafting ahead is worth: answers with and without, in turn, from two workers of one model.
 
     .venv/bin/python tests/bench/speculation.py smollm2-135m --streams 1
 
@@ -93,16 +93,16 @@ async def compare(
         for way, engine in engines.items():
             speed, said[way] = await run(engine, case, streams, args.gen)
             speeds[way].append(speed)
-        assert said["off"] == said["ngram"], "guessing has changed an answer"
+        assert said["off"] == said["ngram"], "drafting has changed an answer"
     await asyncio.sleep(0.3)
     after = engines["ngram"].stats
-    guesses = after.guesses - before.guesses
-    right = sum(after.right_at) - sum(before.right_at)
+    drafts = after.drafts - before.drafts
+    right = sum(after.accepted_at) - sum(before.accepted_at)
     gains = [on / off for on, off in zip(speeds["ngram"], speeds["off"], strict=True)]
     print(
         f"{case.name:8} {streams:3} streams: off {median(speeds['off']):7.1f} tok/s, "
         f"ngram {median(speeds['ngram']):7.1f}, gain {median(gains):.2f} "
-        f"({min(gains):.2f} to {max(gains):.2f}), {right} of {guesses} guesses right, "
+        f"({min(gains):.2f} to {max(gains):.2f}), {right} of {drafts} drafts right, "
         f"{right / (args.rounds * streams * args.gen):.2f} of the tokens",
         flush=True,
     )

@@ -18,7 +18,7 @@ MAX_LOGITS = 64
 
 
 class FreeRows(Pace):
-    """A guess costs nothing."""
+    """A draft costs nothing."""
 
     def row_price(self, n_rows: int) -> float:
         return 1e-9
@@ -28,7 +28,7 @@ class FreeRows(Pace):
 
 
 class Machine:
-    """The worker's loop without its messages, by default around a toy model. guesses: they are made
+    """The worker's loop without its messages, by default around a toy model. drafts: they are made
     as if all of them paid."""
 
     def __init__(
@@ -38,7 +38,7 @@ class Machine:
         max_sequences: int = 8,
         max_context: int = 256,
         max_rows: int = 64,
-        guesses: bool = False,
+        drafts: bool = False,
         context: Any = None,
         token_bytes: TokenBytes = TOKEN_BYTES,
         eos_ids: tuple[int, ...] = (EOS,),
@@ -48,8 +48,8 @@ class Machine:
             n_blocks=n_blocks,
             max_sequences=max_sequences,
             max_context=max_context,
-            pace=FreeRows(1.0, max_rows) if guesses else Pace(1.0, max_rows),
-            max_logits=MAX_LOGITS if guesses else 0,
+            pace=FreeRows(1.0, max_rows) if drafts else Pace(1.0, max_rows),
+            max_logits=MAX_LOGITS if drafts else 0,
         )
         self._max_context = max_context
         self._token_bytes = token_bytes

@@ -86,12 +86,12 @@ def test_preemptions_are_told_apart(serve: Any) -> None:
     assert [live.metric(set_back.format(reason)) for reason in ("memory", "turn")] == [2, 5]
 
 
-def test_guesses_are_counted_by_how_far_ahead_they_were(serve: Any) -> None:
+def test_drafts_are_counted_by_how_far_ahead_they_were(serve: Any) -> None:
     live: Live = serve()
     accepted = "vllm:spec_decode_num_accepted_tokens"
     at = '{{engine="0",model_name="fake/model",position="{}"}}'
     assert live.metric(f"{accepted}_per_pos_total{at.format(7)}") == 0
-    live.engine.stats = Stats(drafts=5, guesses=12, right_at=(4, 2, 1))
+    live.engine.stats = Stats(draft_rounds=5, drafts=12, accepted_at=(4, 2, 1))
     assert live.metric(f"vllm:spec_decode_num_drafts_total{{{MODEL}}}") == 5
     assert live.metric(f"vllm:spec_decode_num_draft_tokens_total{{{MODEL}}}") == 12
     assert live.metric(f"{accepted}_total{{{MODEL}}}") == 7

@@ -1,4 +1,4 @@
-"""Guesses: what they are, when they are run, and that nobody can tell from an answer."""
+"""Drafts: what they are, when they are run, and that nobody can tell from an answer."""
 
 from array import array
 from itertools import pairwise
@@ -16,16 +16,16 @@ from cflow.engine.base.messages import SamplingParams
 from cflow.engine.client.card import read_card
 from cflow.engine.files import hub
 from cflow.engine.native import Context, Model
-from cflow.engine.worker.drafts import Lookup, count_guesses, may_pay
+from cflow.engine.worker.drafts import Lookup, count_drafts, may_pay
 from cflow.engine.worker.pace import Pace
 from oracles.machine import MAX_LOGITS, Machine
 
-# ---- what is guessed ----
+# ---- what is drafted ----
 
 
-def guess(tokens: list[int], n: int, n_prompt: int = 1) -> tuple[int, ...]:
+def draft(tokens: list[int], n: int, n_prompt: int = 1) -> tuple[int, ...]:
     lookup = Lookup(array("i", tokens), n_prompt)
-    return lookup.guess(n) if lookup.follow() else ()
+    return lookup.draft(n) if lookup.follow() else ()
 
 
 @pytest.mark.parametrize(
@@ -42,8 +42,8 @@ def guess(tokens: list[int], n: int, n_prompt: int = 1) -> tuple[int, ...]:
         ([1], ()),
     ],
 )
-def test_what_followed_is_guessed_to_follow(tokens: list[int], expected: tuple[int, ...]) -> None:
-    assert guess(tokens, 4) == expected
+def test_what_followed_is_drafted_to_follow(tokens: list[int], expected: tuple[int, ...]) -> None:
+    assert draft(tokens, 4) == expected
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 59))
@@ -55,10 +55,10 @@ def test_taken_in_at_once_or_bit_by_bit_it_is_the_same(tokens: list[int], n_firs
         bits.append(token)
     assert ones.follow() == once.follow()
     assert ones.odds == once.odds
-    assert ones.guess(5) == once.guess(5) or not once.follow()
+    assert ones.draft(5) == once.draft(5) or not once.follow()
 
 
-def test_odds_follow_how_often_guesses_are_right() -> None:
+def test_odds_follow_how_often_drafts_are_right() -> None:
     random = Random(1)
     tokens = array("i", [random.randrange(9) for _ in range(300)])
     lookup = Lookup(tokens, 300)
@@ -78,7 +78,7 @@ def test_a_long_text_is_taken_in_from_its_end_and_in_bounded_memory() -> None:
     assert not lookup.follow()
     lookup = Lookup(array("i", [*range(20000), 19990, 19991, 19992]), 20003)
     assert lookup.follow()
-    assert lookup.guess(2) == (19993, 19994)
+    assert lookup.draft(2) == (19993, 19994)
 
 
 # ---- how many are run ----
@@ -93,11 +93,11 @@ def paced(fixed: float, row: float, n: int = 1) -> Pace:
 
 
 def counts(pace: Pace, odds: list[float], room: int = 64) -> list[int]:
-    return count_guesses(odds, [MAX_DRAFTS] * len(odds), room, pace)
+    return count_drafts(odds, [MAX_DRAFTS] * len(odds), room, pace)
 
 
 def rate(fixed: float, row: float, odds: float, n: int) -> float:
-    """Tokens a second of one stream with n guesses, each right with the same odds."""
+    """Tokens a second of one stream with n drafts, each right with the same odds."""
     return sum(odds**i for i in range(n + 1)) / (fixed + (n + 1) * row)
 
 
@@ -116,7 +116,7 @@ def test_where_every_row_costs_as_much_as_a_token_nothing_is_run_or_looked_up() 
     assert not may_pay(16, paced(0.1, 1.0, 16))
 
 
-def test_others_wait_a_tenth_of_a_step_at_most_for_guesses_they_have_no_part_in() -> None:
+def test_others_wait_a_tenth_of_a_step_at_most_for_drafts_they_have_no_part_in() -> None:
     assert counts(paced(1.0, 0.01, 2), [0.99, 0.0]) == [MAX_DRAFTS, 0]
     assert counts(paced(1.0, 0.05, 2), [0.99, 0.0]) == [2, 0]
     assert counts(paced(1.0, 0.2, 2), [0.99, 0.0]) == [0, 0]
@@ -154,7 +154,7 @@ def prose(random: Random, n: int) -> list[int]:
     return [int(random.paretovariate(0.7)) % 5000 for _ in range(n)]
 
 
-def seconds(texts: list[list[int]], fixed: float, row: float, *, guesses: bool) -> float:
+def seconds(texts: list[list[int]], fixed: float, row: float, *, drafts: bool) -> float:
     """What steps take that say the second halves of texts, all at once. Steps take 10 % more or less
     now and then."""
     random, pace, total = Random(4), Pace(0.25, 512), 0.0
@@ -162,29 +162,29 @@ def seconds(texts: list[list[int]], fixed: float, row: float, *, guesses: bool) 
     lookups = [Lookup(tokens, len(tokens)) for tokens in said]
     while live := [i for i, text in enumerate(texts) if len(said[i]) < len(text)]:
         run = [0] * len(live)
-        if guesses and may_pay(len(live), pace):
+        if drafts and may_pay(len(live), pace):
             odds = [lookups[i].follow() for i in live]
             limits = [min(MAX_DRAFTS, len(texts[i]) - len(said[i]) - 1) for i in live]
-            run = count_guesses(odds, limits, 64 - len(live), pace)
+            run = count_drafts(odds, limits, 64 - len(live), pace)
         step_s = (fixed + (len(live) + sum(run)) * row) * random.lognormvariate(0, 0.1)
         pace.observe(len(live) + sum(run), 0, step_s)
         total += step_s
         for i, n in zip(live, run, strict=True):
-            guess, rest = lookups[i].guess(n) if n else (), texts[i][len(said[i]) :]
-            right = next((k for k, g in enumerate(guess) if g != rest[k]), len(guess))
+            draft, rest = lookups[i].draft(n) if n else (), texts[i][len(said[i]) :]
+            right = next((k for k, g in enumerate(draft) if g != rest[k]), len(draft))
             said[i].extend(rest[: right + 1])
     return total
 
 
 @pytest.mark.parametrize("n", [1, 4, 16])
 @pytest.mark.parametrize(("fixed", "row"), [(5, 2), (2, 0.25), (10, 0.5), (8, 8), (1, 99)])
-def test_guessing_is_worth_its_time_whatever_rows_take(fixed: float, row: float, n: int) -> None:
+def test_drafting_is_worth_its_time_whatever_rows_take(fixed: float, row: float, n: int) -> None:
     random = Random(n)
     texts = [prose(random, 1600) for _ in range(n)]
-    without = seconds(texts, fixed, row, guesses=False)
-    assert seconds(texts, fixed, row, guesses=True) < 1.02 * without
+    without = seconds(texts, fixed, row, drafts=False)
+    assert seconds(texts, fixed, row, drafts=True) < 1.02 * without
     quotes = [text[:800] * 2 for text in texts]
-    assert seconds(quotes, fixed, row, guesses=True) < 1.02 * without
+    assert seconds(quotes, fixed, row, drafts=True) < 1.02 * without
 
 
 @pytest.mark.parametrize(
@@ -196,8 +196,8 @@ def test_quotes_come_as_much_sooner_as_rows_allow(
 ) -> None:
     random = Random(n)
     quotes = [prose(random, 800) * 2 for _ in range(n)]
-    without = seconds(quotes, fixed, row, guesses=False)
-    assert gain * seconds(quotes, fixed, row, guesses=True) < without
+    without = seconds(quotes, fixed, row, drafts=False)
+    assert gain * seconds(quotes, fixed, row, drafts=True) < without
 
 
 # ---- answers ----
@@ -230,7 +230,7 @@ def bundled() -> Path:
     return hub.resolve("tinystories")
 
 
-def answers(path: Path, way: str, *, guesses: bool, n_blocks: int) -> tuple[Any, Any, Machine]:
+def answers(path: Path, way: str, *, drafts: bool, n_blocks: int) -> tuple[Any, Any, Machine]:
     """Tokens and log-probabilities of all choices to all prompts at once."""
     card = read_card(EngineConfig(model=str(path)))
     model = Model(str(path), threads=2)
@@ -246,7 +246,7 @@ def answers(path: Path, way: str, *, guesses: bool, n_blocks: int) -> tuple[Any,
         n_blocks=n_blocks,
         max_sequences=6,
         max_context=160,
-        guesses=guesses,
+        drafts=drafts,
         context=context,
         token_bytes=model.token_bytes,
         eos_ids=tuple(card.tokenizer.eos_ids),
@@ -265,11 +265,11 @@ def answers(path: Path, way: str, *, guesses: bool, n_blocks: int) -> tuple[Any,
 @pytest.mark.parametrize("way", WAYS)
 def test_answers_are_the_same_to_the_bit(bundled: Path, way: str) -> None:
     """Also where there is memory for one at a time, and others are set back."""
-    said, scores, _ = answers(bundled, way, guesses=False, n_blocks=60)
+    said, scores, _ = answers(bundled, way, drafts=False, n_blocks=60)
     for n_blocks in (60, 5):
-        got, got_scores, machine = answers(bundled, way, guesses=True, n_blocks=n_blocks)
+        got, got_scores, machine = answers(bundled, way, drafts=True, n_blocks=n_blocks)
         assert got == said
         assert got_scores == scores
         counters = machine.scheduler.counters
-        assert 0 < sum(counters.right_at) < counters.guesses
+        assert 0 < sum(counters.accepted_at) < counters.drafts
         assert n_blocks == 60 or counters.preemptions > 0 or way == "stop"

@@ -498,66 +498,66 @@ def test_scores_of_a_prompt_that_was_set_back_count_once() -> None:
     assert [score.token for score in request.prompt_scores] == prompt(160, first=60)[1:]
 
 
-# ---- guesses ----
+# ---- drafts ----
 
 
-def guessing(**options: Any) -> Machine:
-    return Machine(guesses=True, **options)
+def drafting(**options: Any) -> Machine:
+    return Machine(drafts=True, **options)
 
 
 def repeating(n: int, first: int = 10) -> list[int]:
     return [REPEATS, *prompt(n - 1, first=first)]
 
 
-def test_right_guesses_save_steps_and_change_nothing() -> None:
-    machine = guessing()
+def test_right_drafts_save_steps_and_change_nothing() -> None:
+    machine = drafting()
     id = machine.submit(repeating(40), SamplingParams(max_tokens=150, ignore_eos=True))
     machine.run()
     assert machine.answers[id, 0] == _no_eos(machine.requests[id])
     counters = machine.scheduler.counters
-    assert len(machine.context.n_rows) == 150 - sum(counters.right_at)
+    assert len(machine.context.n_rows) == 150 - sum(counters.accepted_at)
     assert len(machine.context.n_rows) < 60
-    assert counters.right_at == sorted(counters.right_at, reverse=True)
-    assert counters.guesses > sum(counters.right_at)
+    assert counters.accepted_at == sorted(counters.accepted_at, reverse=True)
+    assert counters.drafts > sum(counters.accepted_at)
 
 
-def test_what_was_guessed_right_is_found_as_part_of_the_next_prompt() -> None:
-    machine = guessing()
+def test_what_was_drafted_right_is_found_as_part_of_the_next_prompt() -> None:
+    machine = drafting()
     machine.submit(repeating(40), SamplingParams(max_tokens=57, ignore_eos=True))
     machine.run()
     assert n_cached(machine, repeating(40) + machine.answers[0, 0] + [50]) == 96
 
 
-def test_guesses_go_on_where_they_were_after_a_sequence_was_set_back() -> None:
-    machine = guessing(n_blocks=8, max_context=256)
+def test_drafts_go_on_where_they_were_after_a_sequence_was_set_back() -> None:
+    machine = drafting(n_blocks=8, max_context=256)
     sampling = SamplingParams(max_tokens=100, ignore_eos=True, seed=3)
     for i in range(4):
         machine.submit(repeating(40, first=10 + i), sampling)
     machine.run()
     assert machine.scheduler.counters.preemptions > 0
-    assert sum(machine.scheduler.counters.right_at) > 100
+    assert sum(machine.scheduler.counters.accepted_at) > 100
     for id in range(4):
         assert machine.answers[id, 0] == _no_eos(machine.requests[id])
 
 
-def test_guesses_take_no_block_that_another_needs() -> None:
-    """Of four blocks one is free. The first answer guesses beyond its own, in vain, and ends before
+def test_drafts_take_no_block_that_another_needs() -> None:
+    """Of four blocks one is free. The first answer drafts beyond its own, in vain, and ends before
     it would need another; the second needs the last one meanwhile."""
-    machine = guessing(n_blocks=4, max_context=128)
+    machine = drafting(n_blocks=4, max_context=128)
     tokens = [29, 30, 120, *range(40, 64), 30]
     saying_x = {"logit_bias": {120: 100}, "stop": ("xxxx",), "ignore_eos": True}
     first = machine.submit(tokens, SamplingParams(max_tokens=50, **saying_x))
     machine.submit(prompt(64), SamplingParams(max_tokens=10, ignore_eos=True))
     machine.run()
     assert machine.answers[first, 0] == [120] * 4
-    assert machine.scheduler.counters.guesses >= 3
+    assert machine.scheduler.counters.drafts >= 3
     assert machine.scheduler.counters.preemptions == 0
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 9, 10, 200])
 @pytest.mark.parametrize("max_context", [60, 64, 65])
-def test_no_guess_goes_beyond_what_may_be_said(max_tokens: int, max_context: int) -> None:
-    machine = guessing(max_context=max_context)
+def test_no_draft_goes_beyond_what_may_be_said(max_tokens: int, max_context: int) -> None:
+    machine = drafting(max_context=max_context)
     machine.submit(repeating(50), SamplingParams(max_tokens=max_tokens, ignore_eos=True))
     end = min(50 + max_tokens, max_context)
     while machine.scheduler.requests:
@@ -567,23 +567,23 @@ def test_no_guess_goes_beyond_what_may_be_said(max_tokens: int, max_context: int
 
 
 @pytest.mark.parametrize("max_rows", [40, 200])
-def test_logits_and_rows_suffice_for_guesses_and_everybody_else(max_rows: int) -> None:
-    machine = guessing(max_sequences=16, max_rows=max_rows, n_blocks=200)
+def test_logits_and_rows_suffice_for_drafts_and_everybody_else(max_rows: int) -> None:
+    machine = drafting(max_sequences=16, max_rows=max_rows, n_blocks=200)
     for i in range(24):
         sampling = SamplingParams(max_tokens=30, ignore_eos=True)
         machine.submit(repeating(50, first=10 + i), sampling)
     while machine.scheduler.requests:
         batch = machine.step()
         assert batch.n_rows <= max_rows
-        kept = sum(1 + len(chunk.guesses) for chunk in batch.chunks)
+        kept = sum(1 + len(chunk.drafts) for chunk in batch.chunks)
         assert kept <= MAX_LOGITS
     for id in range(24):
         assert machine.answers[id, 0] == _no_eos(machine.requests[id])
 
 
-def test_a_guess_whose_row_fails_fails_nobody() -> None:
+def test_a_draft_whose_row_fails_fails_nobody() -> None:
     """The answer comes to the token again that needs a lost expert, but then says another."""
-    machine = guessing()
+    machine = drafting()
     machine.context.is_disk_broken = False
     tokens = [7, 8, 9, NO_EXPERT, *prompt(30), 7, 8]
     nine = SamplingParams(max_tokens=3, ignore_eos=True, logit_bias={9: 100})
@@ -591,14 +591,14 @@ def test_a_guess_whose_row_fails_fails_nobody() -> None:
     machine.step()
     machine.context.is_disk_broken = True
     batch = machine.step()
-    assert NO_EXPERT in batch.chunks[0].guesses
+    assert NO_EXPERT in batch.chunks[0].drafts
     machine.run()
     assert machine.failed == {}
     assert machine.answers[id, 0] == [9, 9, 9]
 
 
-def test_a_right_guess_whose_row_fails_ends_its_request_in_the_next_step() -> None:
-    machine = guessing()
+def test_a_right_draft_whose_row_fails_ends_its_request_in_the_next_step() -> None:
+    machine = drafting()
     machine.context.is_disk_broken = False
     tokens = [7, 8, NO_EXPERT, NO_EXPERT, NO_EXPERT, *prompt(30), 7, 8]
     forced = SamplingParams(max_tokens=9, ignore_eos=True, logit_bias={NO_EXPERT: 100})
