@@ -125,4 +125,4 @@ def _check_number(field: str, value: Any, low: float, high: float) -> None:
 def _check_choice(field: str, value: Any, choices: tuple[Any, ...]) -> None:
     if value not in choices:
         names = ", ".join(str(choice) for choice in choices if choice is not None)
-        raise ConfigError(field, f"{value!r} is none of {names}")
+        raise ConfigError(field, f"{value!r} is not one of {names}")

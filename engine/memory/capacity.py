@@ -24,7 +24,7 @@ class Capacity:
 def check_context(config: EngineConfig, model_context: int) -> int:
     """The context that is set, else the model's. EngineError if it exceeds the model's."""
     if config.context is not None and config.context > model_context:
-        message = f"context {config.context} is more than the model was made for ({model_context})"
+        message = f"context {config.context} exceeds the model's own ({model_context}); lower it"
         raise EngineError("invalid_request", message)
     return config.context or model_context
 

@@ -80,13 +80,11 @@ def _check_budget(config: EngineConfig, bank: ExpertBank, budget: int) -> None:
     least = n * bank.record_bytes
     if budget < least:
         need = (
-            f"and at least {least:,} are needed: {n} of {bank.record_bytes:,} each, for "
+            f"but at least {least:,} are needed: {n} experts of {bank.record_bytes:,} each, for "
             f"{config.expert_reads} reads in flight and one more"
         )
         if config.expert_cache is not None:
-            message = (
-                f"{budget:,} bytes is the expert_cache, {need}; raise it or lower expert_reads"
-            )
+            message = f"expert_cache is {budget:,} bytes, {need}; raise it or lower expert_reads"
             raise EngineError("invalid_request", message)
         message = f"{max(budget, 0):,} bytes are left for experts, {need}"
         advice = "lower expert_reads, kv_memory or context"

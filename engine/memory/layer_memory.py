@@ -94,9 +94,8 @@ def _check_budget(config: EngineConfig, records: LayerRecords, budget: int) -> N
     if budget < least:
         raise EngineError(
             "invalid_request",
-            f"{budget:,} bytes is the weights_memory, and at least {least:,} are needed: "
-            f"{records.n_least} layers of {records.slot_bytes:,} each, for what a step needs at "
-            f"once and {config.expert_reads} reads in flight; raise weights_memory, or lower "
-            "expert_reads",
+            f"weights_memory is {budget:,} bytes, but at least {least:,} are needed: "
+            f"{records.n_least} layers of {records.slot_bytes:,} each, for those that a step uses "
+            f"at once and {config.expert_reads} reads in flight; raise it or lower expert_reads",
         )
     check_rate(config, "layer", records.slot_bytes)

@@ -201,9 +201,9 @@ def test_a_limit_of_reads_is_the_speed_of_the_disk(
 
 def test_budgets_that_no_server_takes_have_no_plan(tmp_path: Path) -> None:
     path = RandomModel([dict(EXPERTS)]).write(tmp_path / "m.cflow", "q8_0")
-    with pytest.raises(EngineError, match="1 bytes is the expert_cache, and at least"):
+    with pytest.raises(EngineError, match="expert_cache is 1 bytes, but at least"):
         planned(path, expert_cache=1)
-    with pytest.raises(EngineError, match="1 bytes is the weights_memory, and at least"):
+    with pytest.raises(EngineError, match="weights_memory is 1 bytes, but at least"):
         planned(path, weights_memory=1)
 
 

@@ -40,5 +40,5 @@ def test_memory_for_less_than_a_block_is_refused() -> None:
 
 
 def test_more_context_than_the_model_was_made_for_is_refused() -> None:
-    with pytest.raises(EngineError, match=r"context 5000 is .* \(4096\)"):
+    with pytest.raises(EngineError, match=r"context 5000 exceeds .* \(4096\)"):
         fit(context=5000)

@@ -47,7 +47,7 @@ def test_the_smallest_cache_holds_a_record_for_each_read_and_one_more() -> None:
     with pytest.raises(EngineError, match=r"3,145,727 bytes are left .* 3,145,728 are") as caught:
         choose(3 * MIB - 1, expert_reads=2)
     assert caught.value.code == "out_of_memory"
-    found = r"4,194,304 bytes is the expert_cache.*: 5 of 1,048,576"
+    found = r"expert_cache is 4,194,304 bytes.*: 5 experts of 1,048,576"
     with pytest.raises(EngineError, match=found) as caught:
         choose(expert_cache="4%", expert_reads=4)
     assert caught.value.code == "invalid_request"
