@@ -716,7 +716,7 @@ async def test_what_cannot_be_followed_fails_alone() -> None:
         beside = engine.submit(PROMPT, sampling=structs.replace(LONG, max_tokens=100))
         bad = {
             "cannot be used": structs.replace(WORD, grammar=from_regex("(")),
-            "leave no token": structs.replace(
+            "allow no token": structs.replace(
                 WORD, grammar=from_regex("a"), logit_bias={ord("a"): -100.0}
             ),
             "followed further": structs.replace(
