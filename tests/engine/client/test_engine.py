@@ -719,7 +719,7 @@ async def test_what_cannot_be_followed_fails_alone() -> None:
             "allow no token": structs.replace(
                 WORD, grammar=from_regex("a"), logit_bias={ord("a"): -100.0}
             ),
-            "followed further": structs.replace(
+            "grammar failed": structs.replace(
                 WORD, grammar=from_regex("[b-d]{3}(((a{1000}){1000}){1000}){1000}")
             ),
         }
