@@ -34,9 +34,9 @@ from cflow.engine.lab.measurements import (
     Sizes,
     planned,
 )
-from cflow.engine.lab.overlap import ARMS as OVERLAP_ARMS
-from cflow.engine.lab.overlap import RESULTS as OVERLAP_RESULTS
-from cflow.engine.lab.overlap import Overlap
+from cflow.engine.lab.overlap.figures import ARMS as OVERLAP_ARMS
+from cflow.engine.lab.overlap.figures import RESULTS as OVERLAP_RESULTS
+from cflow.engine.lab.overlap.figures import Overlap
 from cflow.engine.lab.page import HERE, NOT_YET, Claim, page, table
 from cflow.engine.lab.results import BigModels, Trained
 from cflow.engine.lab.storage import HINTS, OWN_HINT, Run, Storage

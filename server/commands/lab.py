@@ -18,7 +18,7 @@ from cflow.server.commands.progress import console, count_progress, training_pro
 from cflow.server.config import read_limit
 
 if TYPE_CHECKING:
-    from cflow.engine.lab.overlap import Cell
+    from cflow.engine.lab.overlap.figures import Cell
 
 app = typer.Typer(
     help="Train pipeline-native models and measure what the design buys. Needs the extra `lab`.",
@@ -126,19 +126,19 @@ def overlap(
         raise CflowError(f"flag --read-rate: {read_rate!r} {error}") from None
     results.check_checkout(Path())
     with _lab():
-        from cflow.engine.lab import overlap as overlaps
         from cflow.engine.lab.claims import machine_text
-        from cflow.engine.lab.overlap_picture import draw
+        from cflow.engine.lab.overlap import bench, figures
+        from cflow.engine.lab.overlap.picture import draw
 
     here = machine_text(machine.cores().threads)
     with count_progress() as report:
-        found = overlaps.measure(Path("build"), here, read_rate=rate, report=report)
-    path = Path(overlaps.RESULTS)
+        found = bench.measure(Path("build"), here, read_rate=rate, report=report)
+    path = Path(figures.RESULTS)
     results.write(path, found)
     picture = path.with_suffix(".png")
     draw(found, picture)
     for cell in found.cells:
-        table(cell.name, _cell_rows(cell, overlaps.ARMS))
+        table(cell.name, _cell_rows(cell, figures.ARMS))
     console.print(f"cflow: wrote {path} and {picture}")
 
 

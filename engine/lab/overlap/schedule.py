@@ -1,32 +1,32 @@
-"""The schedule of a token whose experts come from disk, worked out from its plan without running it.
+"""The schedule of a token whose experts come from disk, computed from its plan without running it.
 
-Stages come in order, each as long as its ops take; experts are asked for when the plan says so, one
-disk reads them one after the other, and a stage with experts runs in waves, as native/src/waves.c and
-tier.h have it. What goes in was measured apart: seconds of ops and of a read. Nothing is fitted.
+Stages run in order, each as long as its ops take. Experts are demanded when the plan says so and read
+one after the other by one disk; a stage with experts runs in waves, as in native/src/waves.c and
+tier.h. The inputs, times of ops and of reads, are measured separately. Nothing is fitted.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from cflow.engine.base.native_types import OpInfo
 from cflow.engine.lab.errors import LabError
 
-CREDIT_S = 1e-3  # how far a bounded reader may catch up (native/src/tier.c)
-NOTHING_S = 1e-12
-WINDOWS = ("none", "layer", "delay")
+CREDIT_S = 1e-3  # by which a rate-limited reader may be ahead (native/src/tier.c)
+NOTHING_S = 1e-12  # what rounding leaves of a span
+WINDOWS = ("none", "layer", "delay")  # when experts are demanded (ExpertOptions)
 
-Trace = list[list[list[int]]]  # token, layer: the records it wants, in the order of asking
+Trace = list[list[list[int]]]  # token, layer: its records, in the order of demand
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Ops between two barriers. seconds: of all but experts. routed: layers that choose theirs here,
-    landed: layers whose chosen experts land in a layer that routes here; starts, ends: layers whose
-    experts begin (gate and up) and end (down) here."""
+    """Ops between two barriers. seconds: of all but experts. routed: layers whose router runs here.
+    landed: layers whose experts land in a layer that routes here. starts, ends: layers whose experts
+    begin (gate and up) and end (down) here."""
 
     seconds: float
     routed: tuple[int, ...] = ()
@@ -37,16 +37,16 @@ class Stage:
 
 @dataclass(frozen=True)
 class Step:
-    """A token's stages, and what one expert takes."""
+    """A token's stages, and the time of one expert."""
 
     stages: tuple[Stage, ...]
     gated_s: float
     down_s: float
-    rest_s: float  # the head, and what lies between tokens
+    rest_s: float  # the head, and the time between tokens
 
     @property
     def seconds(self) -> float:
-        """With all experts resident, for one expert a layer."""
+        """Seconds of a token with all experts resident and one expert a layer."""
         each = len([1 for stage in self.stages for _ in stage.starts])
         fixed = sum(stage.seconds for stage in self.stages)
         return fixed + each * (self.gated_s + self.down_s) + self.rest_s
@@ -54,10 +54,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Disk:
-    """interval_s: at least, between the beginnings of two reads. read_s: of one record after the
-    other, and again from the first. wake_s: to wake the reader, or whoever waits for it. late_s: by
-    which a timer wakes the reader too late. compute_speed: what compute keeps of its speed beside a
-    read, since they share memory, and cores where there are too few."""
+    """interval_s: least time between the starts of two reads. read_s: time of each read in turn, in a
+    cycle. wake_s: to wake the reader, or the thread that waits for it. late_s: by which a timer wakes
+    the reader late. compute_speed: share of its speed that compute keeps beside a read, as both use
+    memory and perhaps the same cores."""
 
     interval_s: float
     read_s: Sequence[float]
@@ -69,34 +69,42 @@ class Disk:
 def plan_step(
     ops: Sequence[OpInfo], seconds: Sequence[float], rest_s: float, top_k: int, chosen: int
 ) -> Step:
-    """seconds: of each stage, measured with `chosen` of top_k experts a layer, all resident. The ops
-    of a stage share its time by the bytes they read, those of experts as far as they are chosen."""
+    """seconds: of each stage, measured with `chosen` of top_k experts a layer, all resident."""
+    fixed, each = _split(ops, seconds, top_k, chosen)
+    routes, gates, downs = (
+        _stages_of(ops, kind) for kind in ("select", "expert_gate_up", "expert_down")
+    )
+    combines = {op.stage: op.layer - 1 for op in ops if _kind(op) in ("x_in", "x_out")}
+    lands = {layer: combines[stage + 1] for layer, stage in downs.items()}
+
+    def stage(index: int) -> Stage:
+        routed = _layers_at(routes, index)
+        landed = tuple(sorted(layer for layer, to in lands.items() if to in routed))
+        starts, ends = _layers_at(gates, index), _layers_at(downs, index)
+        return Stage(max(fixed[index], 0.0), routed, landed, starts, ends)
+
+    stages = tuple(stage(index) for index in range(len(seconds)))
+    return Step(stages, each["expert_gate_up"], each["expert_down"], rest_s)
+
+
+def _split(
+    ops: Sequence[OpInfo], seconds: Sequence[float], top_k: int, chosen: int
+) -> tuple[list[float], dict[str, float]]:
+    """Each stage's time without experts, and the mean time of one expert by kind of op.
+
+    The ops of a stage share its time by the bytes they read; of experts, those of the chosen."""
     weights = [op.bytes * (chosen / top_k if _is_expert(op) else 1) for op in ops]
     total = [0.0] * len(seconds)
-    experts: dict[str, list[float]] = {"expert_gate_up": [], "expert_down": []}
-    fixed = list(seconds)
     for op, weight in zip(ops, weights, strict=True):
         total[op.stage] += weight
+    fixed = list(seconds)
+    taken: dict[str, list[float]] = {"expert_gate_up": [], "expert_down": []}
     for op, weight in zip(ops, weights, strict=True):
         if _is_expert(op):
-            taken = seconds[op.stage] * weight / total[op.stage]
-            fixed[op.stage] -= taken
-            experts[_kind(op)].append(taken / chosen)
-    at = {kind: _stages_of(ops, kind) for kind in ("select", "expert_gate_up", "expert_down")}
-    combines = {op.stage: op.layer - 1 for op in ops if _kind(op) in ("x_in", "x_out")}
-    lands = {layer: combines[stage + 1] for layer, stage in at["expert_down"].items()}
-
-    def layers(kind: str, stage: int) -> tuple[int, ...]:
-        return tuple(sorted(layer for layer, where in at[kind].items() if where == stage))
-
-    stages = []
-    for stage in range(len(seconds)):
-        routed = layers("select", stage)
-        landed = tuple(sorted(layer for layer, to in lands.items() if to in routed))
-        starts, ends = layers("expert_gate_up", stage), layers("expert_down", stage)
-        stages.append(Stage(max(fixed[stage], 0.0), routed, landed, starts, ends))
-    each = {kind: sum(taken) / len(taken) for kind, taken in experts.items()}
-    return Step(tuple(stages), each["expert_gate_up"], each["expert_down"], rest_s)
+            share = seconds[op.stage] * weight / total[op.stage]
+            fixed[op.stage] -= share
+            taken[_kind(op)].append(share / chosen)
+    return fixed, {kind: sum(times) / len(times) for kind, times in taken.items()}
 
 
 def _kind(op: OpInfo) -> str:
@@ -112,23 +120,27 @@ def _stages_of(ops: Sequence[OpInfo], kind: str) -> dict[int, int]:
     return {op.layer: op.stage for op in ops if _kind(op) == kind}
 
 
+def _layers_at(stages: Mapping[int, int], stage: int) -> tuple[int, ...]:
+    return tuple(sorted(layer for layer, where in stages.items() if where == stage))
+
+
 @dataclass
 class Cache:
-    """The expert cache in time: one reader, the least recently used record gives way."""
+    """The expert cache over time: one reader, and eviction of the least recently used record."""
 
     disk: Disk
     n_slots: int
     now: float = 0.0
     n_reads: int = 0
-    _paced: float = 0.0  # no read begins before
+    _paced: float = 0.0  # no read begins before this time
     _reads: Iterator[float] = field(init=False)
     _queue: list[int] = field(default_factory=list)
     _loading: int | None = None
-    _left: float = 0.0  # of its read
-    _ended: float = -math.inf  # the last read
-    _begins: float | None = None  # the next one; None: the reader has nothing to do yet
+    _left: float = 0.0  # time until its read ends
+    _ended: float = -math.inf  # when the last read ended
+    _begins: float | None = None  # when the next read begins; None: not decided yet
     _used: dict[int, None] = field(default_factory=dict)  # resident, the least recently used first
-    _needed: set[int] = field(default_factory=set)  # demanded or pinned: these stay
+    _needed: set[int] = field(default_factory=set)  # demanded or pinned: not evicted
 
     def __post_init__(self) -> None:
         self._reads = itertools.cycle(self.disk.read_s)
@@ -153,20 +165,20 @@ class Cache:
             self._touch(record)
 
     def compute(self, seconds: float) -> None:
-        """That much alone, longer beside reads."""
+        """Passes the time of a computation: `seconds` alone, longer beside reads."""
         self._elapse(seconds, self.disk.compute_speed)
 
     def idle(self, seconds: float) -> None:
         self._elapse(seconds, 1.0)
 
     def wait(self, records: Sequence[int]) -> None:
-        """Until one of them is resident."""
+        """Blocks until one of the records is resident."""
         slept = False
         while not self.resident(records):
             self._begin_read(records)
             span = self._next_event()
             if span == math.inf:
-                raise LabError(f"{self.n_slots} slots are too few for what a stage needs")
+                raise LabError(f"{self.n_slots} slots are too few for the experts of a stage")
             self._pass(span)
             slept = True
         if slept:
@@ -191,7 +203,7 @@ class Cache:
         return len(self._used) < self.n_slots or self._victim() is not None
 
     def _next_event(self) -> float:
-        """Seconds until the read under way ends or the next can begin; inf: neither."""
+        """Seconds until the current read ends or the next can begin; inf if neither will."""
         if self._loading is not None:
             return self._left
         if not self._queue or not self._has_room():
@@ -212,7 +224,7 @@ class Cache:
             self._loading, self._ended = None, self.now
 
     def _begin_read(self, waited: Sequence[int]) -> None:
-        """If one can begin now; what is waited for comes first."""
+        """Begins a read if one can begin now, of a record in `waited` first."""
         if self._loading is not None or self._next_event() > NOTHING_S:
             return
         record = next((r for r in self._queue if r in waited), self._queue[0])
@@ -225,7 +237,7 @@ class Cache:
 
 
 class Schedule:
-    """Runs tokens through a plan. window: when experts are asked for (ExpertOptions)."""
+    """Runs tokens through a plan. window: one of WINDOWS."""
 
     def __init__(self, step: Step, disk: Disk, n_slots: int, window: str) -> None:
         self._step = step
@@ -233,7 +245,7 @@ class Schedule:
         self.cache = Cache(disk, n_slots)
 
     def token_seconds(self, trace: Trace, pause_s: float = 0.0) -> list[float]:
-        """How long each token takes, one after the other, without the pause behind it."""
+        """Time of each token, one after the other, without the pause that follows it."""
         seconds = []
         for token in trace:
             begin = self.cache.now
@@ -244,7 +256,7 @@ class Schedule:
 
     def _run(self, wanted: Sequence[Sequence[int]]) -> None:
         step, cache = self._step, self.cache
-        ending: list[int] = []  # in their down projection
+        ending: list[int] = []  # experts that are in their down projection
         for stage in step.stages:
             waiting = [record for layer in stage.starts for record in wanted[layer]]
             cache.demand(record for record in waiting if not cache.is_demanded(record))
@@ -255,18 +267,21 @@ class Schedule:
             asked = {"none": (), "layer": stage.landed, "delay": stage.routed}[self._window]
             for layer in asked:
                 cache.demand(wanted[layer])
-            cache.compute(stage.seconds + len(ready) * step.gated_s + len(ending) * step.down_s)
-            cache.release(ending)
-            ending = ready
+            ending = self._wave(ready, ending, stage.seconds)
             while waiting:
                 ready, waiting = self._ready(waiting)
-                if not ready and not ending:
+                if ready or ending:
+                    ending = self._wave(ready, ending)
+                else:
                     cache.wait(waiting)
-                    continue
-                cache.compute(len(ready) * step.gated_s + len(ending) * step.down_s)
-                cache.release(ending)
-                ending = ready
         cache.compute(step.rest_s)
+
+    def _wave(self, ready: list[int], ending: list[int], seconds: float = 0.0) -> list[int]:
+        """Gate and up of `ready` beside down of `ending`, which is released; returns what ends next."""
+        step = self._step
+        self.cache.compute(seconds + len(ready) * step.gated_s + len(ending) * step.down_s)
+        self.cache.release(ending)
+        return ready
 
     def _ready(self, waiting: list[int]) -> tuple[list[int], list[int]]:
         ready = self.cache.resident(waiting)

@@ -12,7 +12,7 @@ matplotlib.use("agg")
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 
-from cflow.engine.lab.overlap import ARMS, Cell, Overlap
+from cflow.engine.lab.overlap.figures import ARMS, Cell, Overlap
 
 COLOURS = {"none": "#c44e52", "layer": "#dd8452", "delay": "#4c72b0"}
 
