@@ -16,14 +16,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, redirect_stdout
 from pathlib import Path
 
-from e2e.running import serving
-
 from cflow.engine.base import machine
 from cflow.engine.base.config import EngineConfig
 from cflow.engine.base.messages import Delta, SamplingParams
 from cflow.engine.client.engine import Engine
 from cflow.engine.measure.bare import open_stream, step
 from cflow.engine.native import Context, Model, Pick, Row, const
+from harness.servers import serving
 
 FIRST = 65  # the prompt
 Stream = Callable[[int], Awaitable[int]]  # asks for n tokens; how many came

@@ -158,5 +158,7 @@ def _made(rows: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _commands(rows: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     for row in _of(rows):
-        file = "engine/data/tinystories.cflow" if row.source.made == "bundled" else "FILE.cflow"
+        file = (
+            "engine/files/data/tinystories.cflow" if row.source.made == "bundled" else "FILE.cflow"
+        )
         yield row.name, f"`{row.command.format(model=file)}`", rows[row.name]["date"]

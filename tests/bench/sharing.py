@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from e2e.running import Server, serving
+from harness.servers import Server, serving
 
 QUESTION = {"prompt": [1000, 1001, 1002, 1003, 1004, 1005, 1006, 1007], "ignore_eos": True}
 N_PROMPTS = 1000

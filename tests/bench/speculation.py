@@ -21,7 +21,7 @@ from cflow.engine.client.engine import Engine
 from cflow.engine.files import hub
 
 ROOT = Path(__file__).parent.parent.parent
-CODE = (ROOT / "engine" / "stops.py").read_text()
+CODE = (ROOT / "engine" / "worker" / "stops.py").read_text()
 TEXT = "\n\n".join((ROOT / "README.md").read_text().split("\n\n")[1:9])
 STORY = "One day, a girl named Lily went to the park with her mom. She saw a big red ball. "
 
