@@ -1,12 +1,15 @@
-"""Sizes and arms of the pipeline-native family: what a model is, without PyTorch."""
+"""Sizes, arms and training settings of the pipeline-native family, declared without PyTorch."""
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 import msgspec
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+Share = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 Source = Literal["post_attention", "x_in", "x_in_previous"]
 
 
@@ -43,6 +46,32 @@ class Arm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     residual_scale: float = 1.0
     passes: Count = 1
     streams: Literal["one", "decoupled", "registers"] = "one"
+
+
+class Training(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How to train. A step is one of the optimiser (AdamW), of batch x context tokens."""
+
+    epochs: Count
+    batch: Count
+    peak_rate: float
+    final_rate: float
+    warm_up: Annotated[int, msgspec.Meta(ge=0)]  # steps
+    betas: tuple[Share, Share]
+    weight_decay: Annotated[float, msgspec.Meta(ge=0)]
+    clip: Positive
+    dropout: Share
+    balance: float  # weight of the load-balancing loss
+    validate_every: Count  # steps
+
+    def rate(self, step: int, n_steps: int) -> float:
+        """A line up to peak_rate over warm_up steps, then a cosine down to final_rate."""
+        if step < self.warm_up:
+            return self.peak_rate * (step + 1) / self.warm_up
+        part = (step - self.warm_up) / max(n_steps - self.warm_up, 1)
+        return (
+            self.final_rate
+            + (self.peak_rate - self.final_rate) * (1 + math.cos(math.pi * part)) / 2
+        )
 
 
 ARMS = {

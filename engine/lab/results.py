@@ -6,11 +6,11 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 
-from cflow.engine.lab.arms import Arm, Shape
+from cflow.engine.lab.arms import Arm, Shape, Training
 from cflow.engine.lab.errors import LabError
 
 T = TypeVar("T")
@@ -30,11 +30,11 @@ class Result(msgspec.Struct, frozen=True):
 
 
 class Trained(msgspec.Struct, frozen=True):
-    """training.json: every arm with the same seeds, shape, start and batches. training: settings."""
+    """training.json: the arms, trained with the same seeds, shape, settings, start and batches."""
 
     machine: str
     shape: Shape
-    training: dict[str, Any]
+    training: Training
     n_valid_tokens: int
     runs: Annotated[tuple[Result, ...], msgspec.Meta(min_length=1)]
 

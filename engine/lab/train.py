@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from cflow.engine.base import machine
 from cflow.engine.lab import corpus
 from cflow.engine.lab.architectures import Pipeline, build, n_parameters
-from cflow.engine.lab.arms import Arm, Count, Shape
+from cflow.engine.lab.arms import Arm, Shape, Training
 from cflow.engine.lab.corpus import Corpus
 from cflow.engine.lab.curves import draw_arms, draw_curve
 from cflow.engine.lab.errors import LabError
@@ -40,36 +40,8 @@ from cflow.engine.lab.results import Result, Trained
 N_QUICK_BATCHES = 16  # of the validation text, scored on the way; at the end it is scored whole
 CHECKPOINT_S = 60.0
 
-Positive = Annotated[float, msgspec.Meta(gt=0)]
-Share = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 Seed = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Name = Annotated[str, msgspec.Meta(pattern=r"^\w[\w.-]*$")]  # of a folder
-
-
-class Training(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How to train. A step is one of the optimiser (AdamW), of batch x context tokens."""
-
-    epochs: Count
-    batch: Count
-    peak_rate: float
-    final_rate: float
-    warm_up: Annotated[int, msgspec.Meta(ge=0)]  # steps
-    betas: tuple[Share, Share]
-    weight_decay: Annotated[float, msgspec.Meta(ge=0)]
-    clip: Positive
-    dropout: Share
-    balance: float  # weight of the load-balancing loss
-    validate_every: Count  # steps
-
-    def rate(self, step: int, n_steps: int) -> float:
-        """A line up to peak_rate over warm_up steps, then a cosine down to final_rate."""
-        if step < self.warm_up:
-            return self.peak_rate * (step + 1) / self.warm_up
-        part = (step - self.warm_up) / max(n_steps - self.warm_up, 1)
-        return (
-            self.final_rate
-            + (self.peak_rate - self.final_rate) * (1 + math.cos(math.pi * part)) / 2
-        )
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -160,7 +132,7 @@ def collect(config: Config, out: Path, text: Corpus, device: str) -> Path:
     results = Trained(
         machine=machine.cpu().model if device == "cpu" else torch.cuda.get_device_name(),
         shape=config.shape,
-        training=msgspec.structs.asdict(config.training),
+        training=config.training,
         n_valid_tokens=_n_scored(text, config.shape.context),
         runs=tuple(runs),
     )

@@ -170,7 +170,7 @@ def test_ratios_are_taken_inside_the_rounds() -> None:
 
 
 def test_published_critical_paths(tmp_path: Path) -> None:
-    """docs/decisions.md, critical paths by hand: MiB at half a byte a weight, by law and in the graph."""
+    """Critical paths by hand: MiB at half a byte a weight, by law and in the graph."""
     bench = Bench(tmp_path, SMALL, 1)
     by_hand = {
         "parallel": (9.0, 9.0),
@@ -321,7 +321,19 @@ TRAINING = {
         "d_expert": 128,
         "context": 256,
     },
-    "training": {"epochs": 1},
+    "training": {
+        "epochs": 1,
+        "batch": 8,
+        "peak_rate": 3e-3,
+        "final_rate": 3e-4,
+        "warm_up": 100,
+        "betas": [0.9, 0.95],
+        "weight_decay": 0.1,
+        "clip": 1.0,
+        "dropout": 0.0,
+        "balance": 0.01,
+        "validate_every": 200,
+    },
     "n_valid_tokens": 5000,
     "runs": [
         trained("sequential", 0, 10.0),
@@ -431,10 +443,9 @@ def test_layers_are_streamed_cold_and_to_the_bit(checkout: Path) -> None:
     for run in found.runs:
         if run.io == "direct":
             assert run.token_storage_bytes == pytest.approx(run.token_bytes, rel=0.25)
-        else:  # opening reads past the page cache: the first token finds nothing of the layers there
+        else:  # opening reads past the page cache: the first token finds no layer in it
             layer_bytes = 20 * 16 * 256**2 * 18 / 32
             assert run.cold_storage_bytes >= in_memory + 0.9 * layer_bytes
-            assert run.token_storage_bytes == 0
     # Of 20 layers five slots keep one: four are for two layers at once and two reads.
     for memory, n_reads in (("least", 20), ("25 %", 19), ("all", 0)):
         assert found.run("layer", memory).token_reads == pytest.approx(n_reads, abs=2)
@@ -569,5 +580,8 @@ def test_the_page_has_a_row_for_every_claim(
 
 
 def test_the_table_needs_no_torch() -> None:
-    code = "import sys, cflow.engine.lab.claims; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    code = "import sys, cflow.engine.lab.claims; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = done.stdout.split()
+    assert "cflow.engine.lab.claims" in loaded
+    assert "torch" not in loaded

@@ -15,9 +15,9 @@ from torch.nn import functional as F
 
 from cflow.engine.lab import corpus, train
 from cflow.engine.lab.architectures import build
-from cflow.engine.lab.arms import ARMS, Arm, Shape
+from cflow.engine.lab.arms import ARMS, Arm, Shape, Training
 from cflow.engine.lab.errors import LabError
-from cflow.engine.lab.train import Config, Report, Training
+from cflow.engine.lab.train import Config, Report
 
 SHAPE = Shape(300, 16, 2, 2, 32, 4, 2, 16, context=16)
 TRAINING = Training(
