@@ -1,7 +1,7 @@
-"""`make claims`: what the published design claims, and what is measured here, in docs/claims.md.
+"""`make claims`: writes docs/claims.md, the claims of the published design beside our measurements.
 
-Long runs come from the committed figures of docs/results; everything else is measured on the spot.
-What this machine cannot show is said so in its row.
+Long runs come from the committed figures in docs/results; everything else is measured on the spot. A
+row that this machine cannot measure says why.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from cflow.engine.lab.storage import RESULTS as STORAGE_RESULTS
 
 ITSELF = "`cflow lab claims`"
 BY_HALVES = 0.5 * 32 / 18  # a q4_0 weight takes 18 / 32 bytes; the paper counts 0.5
-MEMORY_BOUND = 0.8  # of the probe: what a kernel reaches whose limit is the memory
-FOLLOWS = 0.8  # of the bytes saved: what must be saved in time
-NET, LAW, RECURSION = 1.75, 0.01, 0.03  # what the overlap must show
+MEMORY_BOUND = 0.8  # of the probe: a kernel that reaches this is limited by memory
+FOLLOWS = 0.8  # the part of the bytes saved that must be saved in time
+NET, LAW, RECURSION = 1.75, 0.01, 0.03  # least speed-up, largest errors of law and recursion
 STOCK = ("smollm2-135m", "olmoe-1b-7b", "qwen3-30b-a3b")
 UNDELAYED, DELAYED = "parallel", "arch2_4_combined"
 
@@ -61,10 +61,9 @@ def write_claims(
 ) -> Path:
     """Measures, and writes docs/claims.md of the checkout at root; returns its path.
 
-    Needs the programs that `make claims` builds in build/bench. big_folder: where to make the models
-    of some 17 GB, whose committed figures are measured again; None: they are taken as they are.
-    LabError: root is no checkout, a program is missing or fails, or a file of docs/results is not
-    what it should be.
+    Needs the programs that `make claims` builds in build/bench. big_folder: a folder for the models
+    of some 17 GB, to measure them again; None keeps their committed figures. LabError: root is not a
+    checkout, a program is missing or fails, or a file in docs/results is invalid.
     """
     root = root.resolve()
     results.check_checkout(root)
@@ -99,7 +98,7 @@ def machine_text(threads: int) -> str:
 def measured_claims(
     bench: Bench, training: Trained | None, overlap: Overlap | None, storage: Storage | None
 ) -> list[Claim]:
-    """Claims 1 to 7. Memory is probed before and after the kernels run."""
+    """Claims 1 to 7. Probes memory before and after the kernels run."""
     small = {arm: bench.published_shape(arm, 512) for arm in PLANNED_ARMS}
     plans = {name: planned(name) for name in STOCK}
     shapes = {arm: planned(str(path)) for arm, path in small.items()}
@@ -163,22 +162,22 @@ def experts_claim(found: Experts, plans: Mapping[str, Planned]) -> Claim:
         ours=f"8 of {every} experts: {fewer[8]:.1f}x fewer bytes, {faster[8]:.1f}x faster",
         command=ITSELF,
         machine=HERE,
-        verdict="holds" if holds else "does not: time does not follow the bytes",
+        verdict="holds" if holds else "does not hold: time does not follow the bytes",
         text=f"""\
-Only the top k experts of a layer are read, and time follows the bytes. A random model of 8 layers with \
-{every} experts each decodes one stream, the number of experts chosen row by row; bytes are those the \
-engine counts as it reads.
+Only the top k experts of a layer are read, and time is proportional to bytes. A model of 8 layers \
+with {every} experts each and random weights decodes one stream with k experts a layer. Bytes are \
+counted by the engine as it reads.
 
 {table(head, rows)}
 
-What a token reads of the weights: {shares}. That other engines load all experts, as chapter 2 of the \
-paper has it, is not so: llama.cpp's `mul_mat_id` reads the chosen ones too.""",
+Weights that a token reads: {shares}. Chapter 2 of the paper says that other engines load all experts. \
+They do not: llama.cpp's `mul_mat_id` also reads only the chosen ones.""",
     )
 
 
 def misses_claim(found: Misses | None, wide: int, narrow: int, command: str) -> Claim:
     name, published = "2. Tile-streaming cache locality", "7.29x fewer L1-data read misses"
-    command = f"`{command}`, less the same with a last 0"
+    command = f"`{command}`, minus the same with a last argument of 0"
     if found is None:
         why = "cannot be judged here: valgrind is not installed"
         text = "The misses are counted by cachegrind, which comes with valgrind."
@@ -212,22 +211,24 @@ def misses_claim(found: Misses | None, wide: int, narrow: int, command: str) -> 
         "cachegrind, any machine",
         "holds with f32 activations, which the engine does not use; in part with its int8"
         if f32 > 5 > int8
-        else "does not",
+        else "does not hold",
         f"""\
-L1 read misses for each of the 8,192 rows of dense-down at d = 8192 ({wide:,} columns, q4_0), and of \
-a matrix of {narrow:,} columns; counted on one stripe of 128 rows, which all others repeat. The row-major \
-matrix is GGML's; "in the order of tiles" walks the same bytes 256 columns of 128 rows at a time. Tiles \
-with int8 are the engine's AVX2 kernel, everything else plain C; cachegrind does not see prefetches.
+L1 read misses a row, for the 8,192 rows of dense-down at d = 8192 ({wide:,} columns, q4_0) and for a \
+matrix of {narrow:,} columns, counted on one stripe of 128 rows; all other stripes behave the same. \
+The row-major matrix is GGML's; "in the order of tiles" reads the same bytes 256 columns of 128 rows \
+at a time. Tiles with int8 run the engine's AVX2 kernel, everything else is plain C. Cachegrind does \
+not see prefetches.
 
 {table(head, rows)}
 
-The cause is the reading of x, not of the weights. A row of q4_0 weights is 288 lines and each layout \
-misses all of them. In f32, x is 2,048 lines, more than either cache: row by row it is read again for \
-every output, in tiles once for 128, so (288 + 2048) / (288 + 16) = 7.7; the published 7.29 on a 32 KiB \
-cache is this case. In int8, x with its scales is 36 KiB, 576 lines: (288 + 576) / (288 + 4.5) = 2.95. \
-At {narrow:,} columns int8 fits and nothing is gained, nor is with f32 in 48 KiB. Most of the gain needs \
-no new file layout: walking row-major weights in the order of tiles gives \
-{gain("f32", first, wide, "by_tile"):.1f}x (f32); the tiles add that no line is fetched for a part of it.""",
+The gain comes from reading x, not the weights. A row of q4_0 weights is 288 lines, and every layout \
+misses all of them. In f32, x is 2,048 lines, more than either cache holds: row by row it is read \
+again for every output, in tiles once for 128 outputs, so (288 + 2048) / (288 + 16) = 7.7; the \
+published 7.29 on a 32 KiB cache is this case. In int8, x with its scales is 36 KiB, 576 lines: (288 + \
+576) / (288 + 4.5) = 2.95. At {narrow:,} columns int8 fits the cache and gains nothing, nor does f32 \
+in 48 KiB. Most of the gain needs no new file layout: reading row-major weights in the order of tiles \
+gives {gain("f32", first, wide, "by_tile"):.1f}x (f32). Tiles also avoid fetching a line for only a \
+part of it.""",
     )
 
 
@@ -244,7 +245,7 @@ def kernels_claim(groups: Groups, probe_gb_s: float, command: str) -> Claim:
         )
         share = ram["avx2"].median / probe_gb_s
         verdict = (
-            "holds: the memory is its limit"
+            "holds: limited by memory bandwidth"
             if share >= MEMORY_BOUND
             else f"in part: {share:.2f} of what the memory gives"
         )
@@ -257,9 +258,9 @@ def kernels_claim(groups: Groups, probe_gb_s: float, command: str) -> Claim:
         machine=HERE,
         verdict=verdict,
         text=f"""\
-Weights a second of a q4_0 matrix times one row of int8 activations, all threads together. Reading alone \
-(`cflow doctor`'s probe, before and after) reaches {probe_gb_s:.1f} GB/s. The scalar kernel is the \
-reference that the others are tested against bit for bit, written for clarity and not for speed.
+GB/s of weights in the product of a q4_0 matrix and one row of int8 activations, all threads together. \
+Reading alone (`cflow doctor`'s probe, before and after) reaches {probe_gb_s:.1f} GB/s. The scalar \
+kernel is the reference that the others must match bit for bit; it is written for clarity, not speed.
 
 {table(head, rows)}""",
     )
@@ -273,7 +274,7 @@ def fusion_claim(groups: Groups, command: str) -> Claim:
     ]
     head = ("projections of", "fused", "separate", "faster")
     winners = [name for name, arms in groups.items() if arms["fused"].beats(arms["separate"])]
-    verdict = "does not: no gain beyond chance"
+    verdict = "does not hold: no gain beyond noise"
     if winners:
         verdict = "holds" if len(winners) == len(gains) else f"holds for {winners[0]} only"
     return Claim(
@@ -284,10 +285,11 @@ def fusion_claim(groups: Groups, command: str) -> Claim:
         machine=HERE,
         verdict=verdict,
         text=f"""\
-Q, K and V, and gate with up, of all layers in turn, in GB/s of their weights. Fused: the input is \
-quantised once, the threads share all outputs and meet once; gate and up meet stripe by stripe. Separate: \
-that for each matrix, gate and up written and read again. What is saved is barriers, quantising and small \
-vectors, never a byte of weights, so it counts where a matrix is short.
+GB/s of weights for Q, K and V, and for gate with up, of all layers in turn. Fused: the input is \
+quantised once, the threads share all outputs and pass one barrier, and gate and up are combined \
+stripe by stripe. Separate: the input is quantised and a barrier passed for each matrix, and gate and \
+up are written and read again. Fusing saves barriers, quantising and small vectors, but no byte of \
+weights, so it pays where matrices are small.
 
 {table(head, rows)}""",
     )
@@ -309,17 +311,19 @@ def order_claim(
         f"{stripes:.2f}x, against shuffled tiles {tiles:.2f}x",
         command=f"`{command}`",
         machine=HERE,
-        verdict="holds" if ordered and arms["tiles"].beats(arms["tiles shuffled"]) else "does not",
+        verdict="holds"
+        if ordered and arms["tiles"].beats(arms["tiles shuffled"])
+        else "does not hold",
         text=f"""\
-The C plan's order of reading against the offsets in the file: matrices that lie behind the one read \
-before are {counts}; experts are records of their own. Where delays make stages wide, stage order is not \
-layer order: {delayed.ordered} of {delayed.n_matrices} in a layer-major file of {DELAYED}. What it is \
-worth in memory, in GB/s: a stripe is 128 rows x 2,048 columns (147 kB), a tile 128 x 256 (18 kB). The \
-hints that run 8 KiB ahead of the kernel, over the borders of stripes, are what order pays for.
+Matrices that lie in the file behind the one that the plan reads before them: {counts}. Experts are \
+records of their own and not counted. Where delays make stages wide, stage order differs from layer \
+order: {delayed.ordered} of {delayed.n_matrices} in a layer-major file of {DELAYED}. The table shows \
+what order is worth in memory; a stripe is 128 rows x 2,048 columns (147 kB), a tile 128 x 256 (18 \
+kB). Order pays because prefetch hints run 8 KiB ahead of the kernel, across stripes.
 
 {table(("pieces read", "GB/s"), rows)}
 
-Order on disk is claim 8.""",
+Claim 8 is about order on disk.""",
     )
 
 
@@ -354,11 +358,12 @@ def prefetch_claim(found: Mapping[int, Groups], storage: Storage | None, command
         HERE if storage is None else f"{HERE}; from disk: {storage.machine}",
         f"in RAM {hint_verdict(arms)}; from storage {hint_verdict(from_disk)}",
         f"""\
-The engine's kernels with their hints (T0, 8 KiB ahead), with the same hints to the second level (T1) \
-and without any, in GB/s of q4_0 weights from RAM; the second argument of the command is the threads. The \
-paper's hints walked whole regions ahead of a pass that waited for storage, and whole expert regions at \
-30.9B, where removing them won 1.92x; hints that run a fixed way ahead inside the kernel are another \
-thing. An earlier machine preferred T1 (first speeds, docs/decisions.md).
+GB/s of q4_0 weights from RAM: the engine's kernels with their own hints (T0, 8 KiB ahead), with the \
+same hints to the second-level cache (T1), and with none. The second argument of the command is the \
+number of threads. The paper's hints ran over whole regions ahead of a pass that waited for storage, \
+and over whole expert regions at 30.9B, where removing them won 1.92x. Hints that run a fixed distance \
+ahead inside the kernel are not the same. An earlier machine preferred T1 (`docs/decisions.md`, first \
+speeds).
 
 {table(head, rows)}
 
@@ -372,11 +377,11 @@ def hint_verdict(arms: Mapping[str, Samples] | None) -> str:
     if arms["t0"].beats(arms["none"]):
         return "the refutation does not hold"
     worse = arms["none"].beats(arms["t0"])
-    return "refuted here too: " + ("T0 costs" if worse else "no gain beyond chance")
+    return "refuted here too: " + ("T0 costs" if worse else "no gain beyond noise")
 
 
 def streamed_hints(storage: Storage | None) -> dict[str, Samples] | None:
-    """Tokens a second of layers from disk, by hint."""
+    """Tokens a second with layers from disk, by hint."""
     if storage is None:
         return None
     return {hint: storage.run("layer", "25 %", hint=hint).rate for hint in HINTS}
@@ -392,10 +397,10 @@ def streamed_hints_text(storage: Storage | None) -> str:
         return f"With layers from disk it is {NOT_YET} (`cflow lab storage`)."
     run, memory = storage.run("layer", "25 %"), storage.run("layer", "all")
     text = f"""\
-While storage is waited for: the whole engine with each of these kernels decodes the model of claim 8 \
-in layer order with 25 % of its layers in memory and {run.token_bytes / 1e6:.0f} MB of direct reads a token, \
-{1e3 / run.rate.median:.0f} ms where {1e3 / memory.rate.median:.0f} suffice with all in memory; in tokens a \
-second, {hint_gains(arms)} of none."""
+From storage: the whole engine, with each of these kernels, decodes the model of claim 8 in layer \
+order with 25 % of its layers in memory. A token takes {run.token_bytes / 1e6:.0f} MB of direct reads \
+and {1e3 / run.rate.median:.0f} ms, against {1e3 / memory.rate.median:.0f} ms with all layers in \
+memory. Tokens a second, relative to no hints: {hint_gains(arms)}."""
     return f"{text}\n\n{table(HINTS, [[arms[hint].text(2) for hint in HINTS]])}"
 
 
@@ -437,20 +442,20 @@ def schedule_claim(
         f"bus; perplexity: {quality(training)}",
         command=f"`{command}`; {ITSELF}",
         machine=HERE if training is None else f"{HERE}; training: {training.machine}",
-        verdict=f"{'holds' if round(by_law, 2) == 2 else 'does not'} by the paper's law, "
+        verdict=f"{'holds' if round(by_law, 2) == 2 else 'does not hold'} by the paper's law, "
         f"{by_graph:.2f}x in the graph, {on_bus:.2f}x in time on one memory bus, "
         f"{overlap_net(overlap)} with experts on disk",
         text=f"""\
-Critical paths of one token through the layers at d = 512, 6 layers, half a byte a weight (q4_0 has 9/8 \
-of it), by the paper's law and as the longest path of the engine's own graph; "all" is what a token \
-reads, whatever the delays. The graph is longer than the law where the first layers clamp to the \
-embedding and the last experts flush; the law has no sequential dense. Wall clock: random models of equal \
-bytes (`build/bench/shapes/`, as for `cflow synth` and `cflow bench`) decode one stream from memory; the \
-delays change no byte of what they read.
+Critical path of one token at d = 512 and 6 layers, at half a byte a weight (q4_0 takes 9/8 of that), \
+by the paper's law and as the longest path of the engine's own graph; "all" is what a token reads with \
+any delays. The graph is longer than the law because the first layers clamp to the embedding and the \
+last experts flush; the law also leaves out a sequential dense FFN. Wall clock: models of equal size \
+with random weights (shapes in `build/bench/shapes/`, usable with `cflow synth` and `cflow bench`) \
+decode one stream from memory. Delays change nothing about the bytes that are read.
 
 {table(head, rows)}
 
-The 1.68x is of experts on disk, last row of the table. {training_text(training)}""",
+The published 1.68x is with experts on disk: see the last row of the table above. {training_text(training)}""",
     )
 
 
@@ -461,7 +466,7 @@ def disk_layout_claim(found: Storage | None) -> Claim:
     name, published = "8. Stage-major disk layout", "inconclusive"
     command = "`cflow lab storage`"
     if found is None:
-        text = "Its figures are committed once measured on a machine with nothing else to do."
+        text = "The figures are committed once they are measured on an idle machine."
         return Claim(name, published, NOT_YET, command, HERE, NOT_YET, text)
     cases = order_speeds(found)
     ours = ", ".join(f"{what} {stage.over(layer):.2f}x" for what, (stage, layer) in cases.items())
@@ -491,10 +496,10 @@ def order_verdict(cases: Mapping[str, Pair]) -> str:
     faster = [what for what, (stage, layer) in cases.items() if stage.beats(layer)]
     slower = [what for what, (stage, layer) in cases.items() if layer.beats(stage)]
     if not faster and not slower:
-        return "does not: no gain beyond chance"
+        return "does not hold: no gain beyond noise"
     if len(faster) == len(cases):
         return "holds"
-    parts = [f"holds for {', '.join(faster)} only"] if faster else ["does not"]
+    parts = [f"holds for {', '.join(faster)} only"] if faster else ["does not hold"]
     if slower:
         parts.append(f"slower: {', '.join(slower)}")
     return "; ".join(parts)
@@ -518,29 +523,30 @@ def disk_layout_text(found: Storage) -> str:
         for run in found.runs
         if run.hint == OWN_HINT
     ]
-    head = ["layers in memory", "order", "reads", "MB for them", "reads a token", "MB a token"]
-    head += ["of it from storage", "tok/s", "MB from storage, cold", "load, s", "first token, s"]
+    head = ["layers in memory", "order", "reads", "MB of memory", "reads a token", "MB a token"]
+    head += ["of that from storage", "tok/s", "MB from storage, cold", "load, s", "first token, s"]
     layer, stage = (found.slot_bytes[order] / 1e6 for order in ("layer", "stage"))
     return f"""\
-{found.machine}, {found.date}. A random model of {found.n_layers} layers with arch2_4's delays, \
-{found.file_bytes / 1e9:.1f} GB, of which {found.run("layer", "least").token_bytes / 1e6:.0f} MB are layers \
-that may stay on disk (experts stay in memory), written in both orders (`cflow synth x.cflow`, `x.vflow`) and \
-read by two readers. Each run is a process of its own that begins with nothing of the file in the page cache, \
-opens it and decodes one stream; caches below the virtual disk cannot be emptied from here. The logits of \
-all runs are equal byte by byte, or the command would have failed. "From storage" is what the kernel counted. \
-A cold direct run reads more than the file, as the next token's first layers are read ahead. Through the \
-page cache only the first token is cold: the others find in it what it left there.
+{found.machine}, {found.date}. The model has random weights, {found.n_layers} layers and arch2_4's \
+delays. Of its {found.file_bytes / 1e9:.1f} GB, {found.run("layer", "least").token_bytes / 1e6:.0f} MB \
+are layers that can stay on disk; experts stay in memory. It is written in both orders (`cflow synth \
+x.cflow`, `x.vflow`) and read by two readers. Each run is a process of its own that evicts the file \
+from the page cache, opens it and decodes one stream; caches below the virtual disk cannot be emptied \
+from here. The command fails unless the logits of all runs are equal byte by byte. "From storage" is \
+counted by the kernel. A cold direct run reads more than the file, because the next token's first \
+layers are read ahead. Through the page cache only the first token is cold; later ones hit the cache.
 
 {table(head, rows)}
 
-In both orders a token reads the same bytes in as many pieces from front to back, and a layer is one large \
-read either way, so there is little for an order to gain. In stage order a piece holds parts of two layers, and \
-as layers 0 and 1 both read the embedding, their dense FFNs lie together: the largest piece takes {stage:.1f} MB \
-of memory, in layer order {layer:.1f}, and so does every slot."""
+In both orders a token reads the same bytes in the same number of pieces from front to back, and a \
+layer is one large read, so neither order has much to gain. In stage order a piece holds parts of two \
+layers. Layers 0 and 1 both read the embedding, so their dense FFNs share a piece, which is the \
+largest: {stage:.1f} MB, against {layer:.1f} in layer order. Every slot in memory has the size of the \
+largest piece."""
 
 
 def overlap_net(found: Overlap | None) -> str:
-    """The best net of the delay where C and IO are nearly equal."""
+    """The best speed-up of the delay among cells with C and IO nearly equal."""
     if found is None or not found.balanced:
         return NOT_YET
     return f"{max(cell.net('delay') for cell in found.balanced):.2f}x"
@@ -551,7 +557,7 @@ def overlap_claim(found: Overlap | None) -> Claim:
     published = "up to 1.68x net; (C + IO) / max(C, IO_eff) right within 1 %"
     command = "`cflow lab overlap`"
     if found is None:
-        text = "Its figures are committed once measured on a machine with nothing else to do."
+        text = "The figures are committed once they are measured on an idle machine."
         return Claim(name, published, NOT_YET, command, HERE, NOT_YET, text)
     law, recursion = found.worst_law, found.worst_recursion
     best = max(found.balanced, key=lambda cell: cell.net("delay"), default=None)
@@ -563,7 +569,7 @@ def overlap_claim(found: Overlap | None) -> Claim:
     ours += f"; law off by up to {100 * abs(law):.1f} %, schedule by {100 * abs(recursion):.1f} %"
     verdict += f"; the law {'holds' if abs(law) <= LAW else 'does not hold within 1 %'}"
     verdict += (
-        f"; the schedule is right within 3 %: {'yes' if abs(recursion) <= RECURSION else 'no'}"
+        f"; the schedule {'is' if abs(recursion) <= RECURSION else 'is not'} right within 3 %"
     )
     return Claim(name, published, ours, command, found.machine, verdict, overlap_text(found))
 
@@ -598,21 +604,21 @@ def overlap_text(found: Overlap) -> str:
     )
     head += ("net, layer", "net, delay", "law", "recursion")
     return f"""\
-{found.machine}, {found.date}. One stream, milliseconds a token, medians over {len(found.cells[0].compute_ms)} tokens \
-or more, which the arms take in turn; every arm gave the same tokens and the same bits of all logits as with all experts in \
-memory, or the command would have failed. One reader, direct reads, \
-bounded to so many GB/s. "uniform" and "Zipf-like": a random model of {found.n_layers} layers, \
-experts two layers late, records of {found.record_bytes / 1e6:.2f} MB, fed uniform tokens, or Zipf-like \
-ones of which every other is one of the last four again. "real": the bundled model with its FFNs widened \
-by zeros, which changes no routing, telling a story. C: all experts in memory. IO: the same records in the \
-same order, nothing computed. Law: (C + IO) / max(C, IO_eff). Recursion: the stages of the engine's own \
-plan one after the other, each as long as it takes with all in memory, reads begun and needed where the \
-plan says, one disk; its only inputs are those times, that of a read, and what compute keeps of its speed \
-beside reads (`engine/lab/schedule.py`).
+{found.machine}, {found.date}. One stream, milliseconds a token, medians over {len(found.cells[0].compute_ms)} tokens or more; the \
+arms alternate token by token. The command fails unless every arm gives the same tokens and the same \
+bits of all logits as with all experts in memory. One reader, direct reads, limited to the GB/s in the \
+table. "uniform" and "Zipf-like": a model of {found.n_layers} layers with random weights, experts two \
+layers late and records of {found.record_bytes / 1e6:.2f} MB is fed uniform tokens, or Zipf-like \
+tokens of which every other repeats one of the last four. "real": the bundled model tells a story; its \
+FFNs are widened by zeros, which changes no routing. C: all experts in memory. IO: the same records in \
+the same order, nothing computed. Law: (C + IO) / max(C, IO_eff). Recursion: the stages of the \
+engine's own plan in order, each as long as with all experts in memory, with reads begun and needed \
+where the plan says, from one disk. Its only inputs are those times, the time of a read, and the share \
+of its speed that compute keeps beside reads (`engine/lab/overlap/schedule.py`).
 
 {table(head, rows)}
 
-![what the arms take, and the laws](results/overlap.png)
+![time of each arm, and the two laws](results/overlap.png)
 
-The law knows no beginning and no end: the first layers have nothing to read yet, the last layers' experts \
-all land in the last."""
+The law ignores both ends of a token: the first layers have nothing to read yet, and the experts of \
+the last layers all land in the last one."""

@@ -1,4 +1,4 @@
-"""Claims that rest on committed figures: what the delays cost in training, and models of some 17 GB."""
+"""Claims that rest on committed figures: the cost of delays in training, and models of some 17 GB."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from cflow.engine.lab.results import (
 from cflow.engine.measure import bench
 
 BASELINE, DELAYED = "sequential", "arch2_4_combined"
-KNOBS = (  # what changes between two arms, and nothing else
+KNOBS = (  # the one thing that differs between two arms
     ("experts read x_in", "sequential_x_in", BASELINE),
     ("dense reads x_in[l-1], with delayed experts", DELAYED, "arch4_async_experts"),
     ("experts two layers late, with delayed dense", DELAYED, "arch2_4_sync"),
@@ -34,7 +34,7 @@ BIG_PROMPT, BIG_GEN = 16, 32
 
 
 def quality(training: Trained | None) -> str:
-    """What arch2_4_combined costs, against the baseline and against the best arm."""
+    """Perplexity of arch2_4_combined against the baseline and against the best arm."""
     if training is None:
         return NOT_YET
     best = min(training.names, key=lambda name: mean_perplexity(training.of(name).values()))
@@ -45,9 +45,9 @@ def quality(training: Trained | None) -> str:
 
 
 def training_text(training: Trained | None) -> str:
-    """What the delays cost: arms against the sequential baseline, and the grid that separates them."""
+    """The cost of delays: each arm against the sequential baseline, then one change at a time."""
     if training is None:
-        return f"What the delays cost in perplexity is {NOT_YET} (`cflow lab train`)."
+        return f"The cost of the delays in perplexity is {NOT_YET} (`cflow lab train`)."
     rows = []
     for name in training.names:
         runs = list(training.of(name).values())
@@ -77,13 +77,14 @@ def training_text(training: Trained | None) -> str:
     seeds = sorted({run.seed for run in training.runs})
     shape = training.shape
     return f"""\
-What the delays cost: {len(training.runs)} models (d = {shape.d_model}, {shape.n_layers} layers, {shape.n_experts} \
-experts, top {shape.top_k}) trained on {training.runs[0].n_tokens:,} tokens with \
-seeds {", ".join(map(str, seeds))}, the same batches for all arms of a seed and the same start for all with as \
-many blocks (not arch5); perplexity over \
-{training.n_valid_tokens:,} tokens of validation text. Differences are over equal seeds, mean ± standard \
-deviation; those within it are not separable, and one over {len(seeds)} seeds is itself a guess. Trained on {training.machine} by `cflow lab train`; the \
-figures are in `docs/results/training.json`.
+Cost of the delays: {len(training.runs)} models (d = {shape.d_model}, {shape.n_layers} layers, \
+{shape.n_experts} experts, top {shape.top_k}) were trained on {training.runs[0].n_tokens:,} tokens \
+with seeds {", ".join(map(str, seeds))}. All arms of a seed see the same batches, and start with the \
+same weights where they have the same number of blocks (all but arch5). Perplexity is over \
+{training.n_valid_tokens:,} tokens of validation text. Differences are between runs of equal seeds: \
+mean ± standard deviation, "not separable" if the mean is no larger. A deviation over {len(seeds)} \
+seeds is itself a rough estimate. Trained on {training.machine} by `cflow lab train`; figures in \
+`docs/results/training.json`.
 
 {table(head, rows)}
 
@@ -93,14 +94,14 @@ figures are in `docs/results/training.json`.
 
 
 def effects(training: Trained) -> str:
-    """One knob at a time, where the arms that differ in it alone were trained."""
+    """Differences between arms that differ in one setting alone."""
     found = [(knob, a, b, difference(training, a, b)) for knob, a, b in KNOBS]
     said = (f"- {knob}: {d.text()} ({a} against {b})" for knob, a, b, d in found if d is not None)
     return "One change at a time, in perplexity:\n\n" + "\n".join(said)
 
 
 def grid(training: Trained) -> str:
-    """Perplexity by dense source against anchor and delay, of the arms that differ in nothing else."""
+    """Perplexity by dense source against anchor and delay, over arms that differ in nothing else."""
     cells: dict[tuple[str, str, int], list[Result]] = {}
     for run in training.runs:
         arm = run.arm
@@ -131,8 +132,10 @@ def grid(training: Trained) -> str:
 
 
 def measure_big_models(path: Path, folder: Path, here: str, threads: int, report: Report) -> None:
-    """Measures cflow's big models and writes big_models.json at path. `here` names the machine; runs
-    of others stay if they are of the same. Takes 18 GB of RAM, and of disk in folder."""
+    """Measures cflow's big models and writes big_models.json at path.
+
+    here: the name of this machine; peers' runs are kept if they were measured on it. Needs 18 GB of
+    RAM, and 18 GB of disk in folder."""
     old = results.read(path, BigModels)
     peers = (
         [run for run in old.runs if run.engine != "cflow"] if old and old.machine == here else []
@@ -170,14 +173,14 @@ def end_to_end_claim(big: BigModels | None) -> Claim:
     ours = max(big.of("cflow"), key=lambda run: run.params_b, default=None) if big else None
     peer = _dense_peer(big) if big else None
     if big is None or ours is None:
-        text = "The models are larger than 17 GB; their figures are committed once measured."
+        text = "The models take more than 17 GB; their figures are committed once measured."
         return Claim(name, published, NOT_YET, "none yet", HERE, NOT_YET, text)
     command, said = f"`{ours.command}`", f"{ours.model}: {ours.decode_tok_s.median:.2f} tok/s"
     verdict = "cannot be judged here: no peer was measured"
     if peer is not None:
         said += f"; llama.cpp {peer.decode_tok_s.median:.2f} with {peer.model}"
         won = ours.decode_tok_s.median > peer.decode_tok_s.median
-        verdict = "holds" if won else "does not"
+        verdict = "holds" if won else "does not hold"
     rows = [
         (
             run.model,
@@ -200,15 +203,15 @@ def end_to_end_claim(big: BigModels | None) -> Claim:
         big.machine,
         verdict,
         f"""\
-One stream, {big.machine}, {big.date}. The published comparison is of a mixture that reads some 11.7 GB a \
-token with a dense model that reads some 18 GB: per byte read the paper's engine is not the faster one \
-(68-70 GB/s against 85-95). GB/s is what to compare.
+One stream, {big.machine}, {big.date}. The published comparison sets a mixture that reads some 11.7 GB a token beside a dense model that \
+reads some 18 GB. Per byte read, the paper's engine is the slower one (68-70 GB/s against 85-95), so \
+compare GB/s.
 
 {table(head, rows)}""",
     )
 
 
 def _dense_peer(big: BigModels) -> BigRun | None:
-    """The dense model of a peer that reads most."""
+    """The peer's dense model that reads the most bytes a token."""
     dense = [run for run in big.of("llama.cpp") if run.bytes_per_token > run.file_bytes / 2]
     return max(dense, key=lambda run: run.bytes_per_token, default=None)

@@ -26,7 +26,8 @@ from cflow.engine.lab.measurements import (
     Sizes,
     planned,
 )
-from cflow.engine.lab.page import Claim
+from cflow.engine.lab.overlap.figures import Overlap
+from cflow.engine.lab.page import Claim, table
 from cflow.engine.lab.storage import HINTS, SETTINGS, Storage
 from cflow.engine.measure.bare import decode, open_stream
 from cflow.engine.native import Model
@@ -208,7 +209,7 @@ def test_experts_hold_only_where_time_follows_the_bytes() -> None:
     assert "4.0x fewer bytes, 4.0x faster" in claims.experts_claim(fast, {}).ours
     for ms in (4, 10):  # 3.0x and 1.2x faster for 4.0x fewer bytes
         slow = Experts(n_bytes, {2: samples(9, 9), 8: samples(ms, ms), 32: samples(12, 12)})
-        assert claims.experts_claim(slow, {}).verdict.startswith("does not")
+        assert claims.experts_claim(slow, {}).verdict.startswith("does not hold")
 
 
 def test_prefetch_is_judged_by_the_last_kernel_and_from_disk(tmp_path: Path) -> None:
@@ -226,11 +227,9 @@ def test_prefetch_is_judged_by_the_last_kernel_and_from_disk(tmp_path: Path) -> 
     assert found.verdict == (
         "in RAM the refutation does not hold; from storage refuted here too: T0 costs"
     )
-    assert "600 MB of direct reads a token, 351 ms where 50 suffice" in found.text
-    ram = "in RAM refuted here too: no gain beyond chance; from storage "
-    assert (
-        claim({"avx2": idle}, 3.0, 3.0).verdict == f"{ram}refuted here too: no gain beyond chance"
-    )
+    assert "600 MB of direct reads and 351 ms, against 50 ms" in found.text
+    ram = "in RAM refuted here too: no gain beyond noise; from storage "
+    assert claim({"avx2": idle}, 3.0, 3.0).verdict == f"{ram}refuted here too: no gain beyond noise"
     assert claim({"avx2": idle}, 3.1, 3.1).verdict == f"{ram}the refutation does not hold"
     assert claim({"avx2": idle}).verdict == f"{ram}not yet measured"
     assert claims.prefetch_claim({2: {}}, None, "x").verdict.startswith("cannot be judged here")
@@ -239,7 +238,7 @@ def test_prefetch_is_judged_by_the_last_kernel_and_from_disk(tmp_path: Path) -> 
 def test_orders_are_judged_wherever_files_are_read(tmp_path: Path) -> None:
     assert claims.disk_layout_claim(None).verdict == "not yet measured"
     found = claims.disk_layout_claim(storage(tmp_path))
-    assert found.verdict == "does not: no gain beyond chance"
+    assert found.verdict == "does not hold: no gain beyond noise"
     assert found.ours.endswith(
         "decoding with the least 1.00x, a cold first token by direct reads 1.00x, "
         "one through the page cache 1.00x, a cold load of the whole file 1.00x"
@@ -258,7 +257,7 @@ def test_orders_are_judged_wherever_files_are_read(tmp_path: Path) -> None:
         "a cold load of the whole file"
     )
     worse = claims.disk_layout_claim(storage(tmp_path, stage=0.9)).verdict
-    assert worse.startswith("does not; slower: decoding with 25 %")
+    assert worse.startswith("does not hold; slower: decoding with 25 %")
 
 
 def test_fusion_may_hold_for_one_shape_only() -> None:
@@ -266,7 +265,7 @@ def test_fusion_may_hold_for_one_shape_only() -> None:
     none = {"fused": samples(10, 10), "separate": samples(10, 10)}
     assert claims.fusion_claim({"a": gain, "b": gain}, "x").verdict == "holds"
     assert claims.fusion_claim({"a": gain, "b": none}, "x").verdict == "holds for a only"
-    assert claims.fusion_claim({"a": none, "b": none}, "x").verdict.startswith("does not")
+    assert claims.fusion_claim({"a": none, "b": none}, "x").verdict.startswith("does not hold")
 
 
 def test_kernels_are_judged_by_what_the_memory_gives() -> None:
@@ -574,9 +573,29 @@ def test_the_page_has_a_row_for_every_claim(
     assert "valgrind is not installed" in rows[1][5]
     assert rows[5][4] == "here; from disk: one with a disk"
     assert "training: a trainer" in rows[6][4]
-    assert rows[7][4:] == ["one with a disk", "does not: no gain beyond chance"]
+    assert rows[7][4:] == ["one with a disk", "does not hold: no gain beyond noise"]
     assert {"kernels", "fusion", "order", "prefetch", "experts", "shared bus"} <= seen
     assert (checkout / "build/bench/shapes/arch2_4_combined_d512.toml").exists()
+
+
+def test_the_committed_page_shows_the_committed_figures() -> None:
+    """Sections that rest on docs/results alone, word for word."""
+    text = (ROOT / "docs/claims.md").read_text()
+
+    def read(name: str, kind: Any) -> Any:
+        return results.read(ROOT / f"docs/results/{name}.json", kind)
+
+    storage = read("storage", Storage)
+    for claim in (
+        claims.disk_layout_claim(storage),
+        committed.end_to_end_claim(read("big_models", results.BigModels)),
+        claims.overlap_claim(read("overlap", Overlap)),
+    ):
+        row = (claim.name, claim.published, claim.ours, claim.command, claim.machine, claim.verdict)
+        assert table((), [row]).splitlines()[-1] in text
+        assert f"## {claim.name}\n\n{claim.text}" in text
+    assert committed.training_text(read("training", results.Trained)) in text
+    assert claims.streamed_hints_text(storage) in text
 
 
 def test_the_table_needs_no_torch() -> None:
