@@ -28,13 +28,13 @@ INIT_STD = 0.02
 
 
 class Routing(NamedTuple):
-    """experts (b n, top_k): ids, best first. probabilities (b n, n_experts)."""
+    """experts (b n, top_k): ids, most probable first. probabilities (b n, n_experts)."""
 
     experts: Tensor
     probabilities: Tensor
 
     def balance(self) -> Tensor:
-        """Switch's loss, E sum_i f_i P_i: 1 where tokens spread evenly (arXiv 2101.03961, eq. 4)."""
+        """Switch's loss, E sum_i f_i P_i: 1 if tokens spread evenly (arXiv 2101.03961, eq. 4)."""
         n_experts = self.probabilities.shape[1]
         share = torch.bincount(self.experts.flatten(), minlength=n_experts) / self.experts.numel()
         return n_experts * (share * self.probabilities.mean(0)).sum()
@@ -71,7 +71,7 @@ class Attention(nn.Module):
 
 
 def rotated(x: Tensor, base: float) -> Tensor:
-    """x (b, heads, n, head_dim), turned by position: dimension i pairs with i + head_dim / 2."""
+    """RoPE of x (b, heads, n, head_dim); dimension i pairs with i + head_dim / 2."""
     n, dim = x.shape[-2:]
     pairs = torch.arange(0, dim, 2, device=x.device, dtype=torch.float32)
     angle = torch.arange(n, device=x.device)[:, None] * base ** (-pairs / dim)
@@ -81,7 +81,7 @@ def rotated(x: Tensor, base: float) -> Tensor:
 
 
 def geglu(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """GELU acts on up, as the paper prints it. gate, up (width, d), down (d, width)."""
+    """GELU applies to up, as in the paper. gate, up (width, d), down (d, width)."""
     return F.linear(F.linear(x, gate) * F.gelu(F.linear(x, up), approximate="tanh"), down)
 
 
@@ -97,7 +97,7 @@ class Dense(nn.Module):
 
 
 class Experts(nn.Module):
-    """Top k of n_experts; no token is dropped."""
+    """The top k of n_experts. No token is dropped."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Routing]:
         tokens = x.reshape(-1, x.shape[-1])
-        with torch.autocast(x.device.type, enabled=False):  # choices are made in f32
+        with torch.autocast(x.device.type, enabled=False):  # routing is computed in f32
             probabilities = F.linear(tokens.float(), self.router).softmax(-1)
         chosen, experts = probabilities.topk(self.top_k)
         weights = chosen / chosen.sum(-1, keepdim=True)
@@ -123,7 +123,7 @@ class Experts(nn.Module):
 
 
 class Block(nn.Module):
-    """The weights of one layer. Dense FFN and experts share norm2."""
+    """The weights of one layer. The dense FFN and the experts share norm2."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class Block(nn.Module):
 
 
 class Pipeline(nn.Module):
-    """Arms with one residual stream: the equations above."""
+    """Arms with one residual stream, as in the equations above."""
 
     def __init__(self, arm: Arm, shape: Shape, dropout: float = 0.0) -> None:
         super().__init__()
@@ -152,8 +152,8 @@ class Pipeline(nn.Module):
         self._initialise()
 
     def _initialise(self) -> None:
-        """Matrices N(0, INIT_STD), those that write to a stream less by sqrt(2 L), as GPT-2 does.
-        Arms of one seed start with the same matrices, but for arms with fewer blocks."""
+        """Matrices are N(0, INIT_STD); those that write to a stream are divided by sqrt(2 L), as in
+        GPT-2. Arms of one seed start with the same matrices if they have the same number of blocks."""
         for name, p in self.named_parameters():
             if p.ndim > 1:
                 writes = name.endswith((".o.weight", ".down"))
@@ -192,12 +192,12 @@ class Pipeline(nn.Module):
 
 
 class DecoupledStreams(Pipeline):
-    """arch1: attention writes one stream s, the FFNs another t, each with a norm of its own.
+    """arch1: attention writes one stream s and the FFNs another t, each with its own norms.
 
         s[l+1] = s[l] + Attn(N1 s[l] + N1' t[l])
         t[l+1] = t[l] + (FFN + MoE)(N2 t[l] + N2' s[l+1])       logits = W (N s[L] + N' t[L])
 
-    With one norm of the sum s + t is the sequential model's stream and the two are one model.
+    With a single norm of the sum, s + t would be the stream of the sequential model.
     """
 
     def __init__(self, arm: Arm, shape: Shape, dropout: float = 0.0) -> None:
@@ -222,12 +222,12 @@ class DecoupledStreams(Pipeline):
 
 
 class PipelineRegisters(Pipeline):
-    """arch3: a register r carries what a layer added to the next one, which reads it through a gate.
+    """arch3: a register r carries what a layer added to the next layer, which reads it through a gate.
 
         y[l]   = Attn(N1 z) + (FFN + MoE)(N2 (z + Attn(N1 z)))     z = x[l] + g[l] * r[l]
         x[l+1] = x[l] + y[l]                                       r[l+1] = y[l], r[0] = 0
 
-    Were r the stream itself, g would only scale it.
+    If r were the whole stream, g would only scale it.
     """
 
     def __init__(self, arm: Arm, shape: Shape, dropout: float = 0.0) -> None:
@@ -252,7 +252,7 @@ CLASSES = {"one": Pipeline, "decoupled": DecoupledStreams, "registers": Pipeline
 
 
 def build(arm: Arm, shape: Shape, dropout: float = 0.0) -> Pipeline:
-    """A model with fresh weights from torch's generator; ValueError where sizes do not fit."""
+    """A model with fresh weights from torch's generator. ValueError if sizes do not fit."""
     return CLASSES[arm.streams](arm, shape, dropout)
 
 

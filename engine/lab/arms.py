@@ -14,7 +14,7 @@ Source = Literal["post_attention", "x_in", "x_in_previous"]
 
 
 class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Sizes of a model, the same for all arms. n_layers: as applied, also where they share weights."""
+    """Sizes of a model, the same for all arms. n_layers: applications of a layer, also where layers share weights."""
 
     vocab_size: Count
     d_model: Count
@@ -35,9 +35,10 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Arm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What reads what. passes: times the blocks run, n_layers / passes blocks have weights.
+    """What each part of a layer reads.
 
-    streams: one for all but arch1 (decoupled) and arch3 (registers).
+    passes: how often the blocks run; n_layers / passes blocks have weights of their own. streams:
+    "one" for all arms but arch1 (decoupled) and arch3 (registers).
     """
 
     dense_source: Source = "post_attention"
@@ -49,7 +50,7 @@ class Arm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Training(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How to train. A step is one of the optimiser (AdamW), of batch x context tokens."""
+    """How to train. A step of the optimiser (AdamW) takes batch x context tokens."""
 
     epochs: Count
     batch: Count
@@ -64,7 +65,7 @@ class Training(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     validate_every: Count  # steps
 
     def rate(self, step: int, n_steps: int) -> float:
-        """A line up to peak_rate over warm_up steps, then a cosine down to final_rate."""
+        """Learning rate: linear up to peak_rate over warm_up steps, then a cosine down to final_rate."""
         if step < self.warm_up:
             return self.peak_rate * (step + 1) / self.warm_up
         part = (step - self.warm_up) / max(n_steps - self.warm_up, 1)

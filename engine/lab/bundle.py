@@ -1,4 +1,4 @@
-"""The model that cflow brings, made from a trained run."""
+"""The model that is bundled with cflow, made from a trained run."""
 
 from __future__ import annotations
 

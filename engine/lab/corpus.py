@@ -1,4 +1,4 @@
-"""Text for training: a byte-level BPE made from it, its token ids, and the batches of an epoch."""
+"""Text for training: a byte-level BPE trained on it, its token ids, and the batches of an epoch."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class Corpus:
 
 
 def load(folder: Path, vocab_size: int) -> Corpus:
-    """train.txt and valid.txt of folder, either may be .xz. The tokenizer knows only train.txt."""
+    """Reads train.txt and valid.txt of folder, or their .xz. The tokenizer is trained on train.txt."""
     train, valid = _text(folder, "train.txt"), _text(folder, "valid.txt")
     tokenizer = _tokenizer(train, vocab_size)
     if (n := tokenizer.get_vocab_size()) != vocab_size:
         raise LabError(
-            f"{folder}: train.txt gives a vocabulary of {n} tokens, not of {vocab_size}; "
-            "take more text or lower vocab_size"
+            f"{folder}: train.txt yields a vocabulary of {n} tokens, fewer than vocab_size "
+            f"{vocab_size}; use more text or lower vocab_size"
         )
     return Corpus(tokenizer, _ids(tokenizer, train), _ids(tokenizer, valid))
 
@@ -70,15 +70,17 @@ def _ids(tokenizer: Tokenizer, text: str) -> NDArray[np.int64]:
 
 
 def n_batches(ids: NDArray[np.int64], context: int, batch: int) -> int:
-    """Of one epoch."""
+    """Batches of one epoch."""
     return (len(ids) - 1) // context // batch
 
 
 def epoch(
     ids: NDArray[np.int64], context: int, batch: int, seed: tuple[int, int]
 ) -> Iterator[Tensor]:
-    """Batches (batch, context + 1) of windows that overlap by one token, in an order, and cut at an
-    offset, that depend on seed alone: all arms see the same. Windows that fill no batch are left."""
+    """Batches (batch, context + 1) of windows that overlap by one token.
+
+    Their order and the offset of the first window depend on seed alone, so that all arms see the same
+    batches. Windows that do not fill a batch are dropped."""
     generator = np.random.default_rng(seed)
     n_windows = (len(ids) - 1) // context
     spare = (len(ids) - 1) - n_windows * context
@@ -90,7 +92,7 @@ def epoch(
 
 
 def windows(ids: NDArray[np.int64], context: int, batch: int) -> Iterator[Tensor]:
-    """The text from its start, the last window left out where it is short."""
+    """Batches of the text from its start; a last, shorter window is dropped."""
     n_windows = (len(ids) - 1) // context
     for at in range(0, n_windows, batch):
         starts = range(at * context, min(at + batch, n_windows) * context, context)

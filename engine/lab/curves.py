@@ -1,4 +1,4 @@
-"""Training as pictures: one run's loss, and all arms side by side."""
+"""Pictures of training: the loss of one run, and all arms side by side."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SMOOTH = 20  # steps
 
 
 def draw_curve(log: Path, picture: Path, title: str) -> None:
-    """log: JSON lines with step, loss and now and then valid_loss, in nats a token."""
+    """log: JSON lines with step, loss and, at some steps, valid_loss, in nats a token."""
     records = _records(log)
     loss = np.array([record["loss"] for record in records])
     width = min(SMOOTH, len(loss))
@@ -37,8 +37,9 @@ def draw_curve(log: Path, picture: Path, title: str) -> None:
 def draw_arms(
     logs: Mapping[str, Sequence[Path]], perplexities: Mapping[str, Sequence[float]], picture: Path
 ) -> None:
-    """By arm: the logs of its seeds, whose mean validation loss is drawn, and their final perplexity,
-    the best arm first."""
+    """Mean validation loss of each arm over its seeds, and final perplexities, the best arm first.
+
+    logs, perplexities: by arm, one for each seed."""
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 5), layout="constrained")
     arms = sorted(logs, key=lambda arm: float(np.mean(perplexities[arm])))
     for at, arm in enumerate(arms):

@@ -1,4 +1,4 @@
-"""What can go wrong in the lab."""
+"""The error of the lab."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from cflow.engine.base.errors import CflowError
 
 
 class LabError(CflowError):
-    """A training run, its data or its model cannot be used; the message names what and why."""
+    """A run, its data or its results cannot be used; the message names which and why."""

@@ -16,7 +16,7 @@ from cflow.engine.lab.errors import LabError
 
 
 def export(model: Pipeline, folder: Path, tokenizer: Tokenizer, end: str | None = None) -> None:
-    """Writes folder. end: the token that ends a text. LabError for arms the file cannot describe."""
+    """Writes folder. end: the token that ends a text. LabError if no .cflow file can hold the arm."""
     if model.arm.streams != "one":
         raise LabError(
             f"a model with {model.arm.streams} streams has no .cflow form; it runs in PyTorch only"
@@ -30,7 +30,7 @@ def export(model: Pipeline, folder: Path, tokenizer: Tokenizer, end: str | None 
 
 
 def _config(model: Pipeline) -> dict[str, Any]:
-    """Named as in Arm and Shape."""
+    """config.json; keys are the fields of Arm and Shape."""
     arm = asdict(model.arm)
     del arm["streams"]
     return {"model_type": MODEL_TYPE, "architectures": [CLASS]} | asdict(model.shape) | arm

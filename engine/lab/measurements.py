@@ -1,7 +1,7 @@
 """The figures of the claims table that are taken on the spot.
 
-Times of a machine drift, so arms take turns, round by round, in one run; a ratio is the median over
-rounds of the ratio inside a round.
+The speed of a machine drifts, so arms alternate, round by round, in one run; a ratio is the median
+over rounds of the ratio within a round.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ PLANNED_ARMS = (*TIMED_ARMS, "arch4_async_experts")
 
 @dataclass(frozen=True)
 class Samples:
-    """What an arm gave, by round."""
+    """Figures of an arm, by round."""
 
     values: tuple[float, ...]
 
@@ -64,7 +64,7 @@ class Samples:
         return statistics.median(a / b for a, b in pairs)
 
     def beats(self, other: Samples) -> bool:
-        """By more than chance: 2 % in the median, and in four rounds of five."""
+        """Whether it is higher by more than noise: 2 % in the median, and in four rounds of five."""
         wins = sum(a > b for a, b in zip(self.values, other.values, strict=True))
         return self.over(other) >= 1.02 and wins >= 0.8 * len(self.values)
 
@@ -79,7 +79,7 @@ Misses = dict[tuple[str, str, str, int], float]  # layout, activations, cache, c
 
 @dataclass(frozen=True)
 class Experts:
-    """Decoding with some of the experts of each layer, by how many."""
+    """Decoding with k experts a layer, by k."""
 
     n_bytes: dict[int, float]  # weights read for a token, as the engine counts them
     ms: dict[int, Samples]  # a token
@@ -87,29 +87,26 @@ class Experts:
 
 @dataclass(frozen=True)
 class Planned:
-    """What the engine plans for a shape."""
+    """The engine's plan for a shape."""
 
     plan: PlanInfo
     file_bytes: int
     quantised_bytes: int  # of layers, for a token: without the f32 routers
     n_matrices: int
-    ordered: int  # of them, those that lie behind the one read before
+    ordered: int  # of these, how many lie in the file behind the one read before
 
 
 @dataclass(frozen=True)
 class Sizes:
     """How much is measured."""
 
-    mib: int  # weights that are read from RAM: more than any cache holds
+    mib: int  # of weights read from RAM: more than any cache holds
     rounds: int = 9
-    columns: tuple[int, ...] = (
-        32768,
-        8192,
-    )  # under cachegrind: those of dense-down, d = 8192; fewer
-    rows: int = 128  # there
+    columns: tuple[int, ...] = (32768, 8192)  # under cachegrind: dense-down of d = 8192, and fewer
+    rows: int = 128  # under cachegrind
     d_experts: int = 1024  # d_model of the model whose experts are counted
     d_bus: int = 2048  # of the models that share one memory bus
-    tokens: int = 16  # of a pass of decoding
+    tokens: int = 16  # decoded in a round
 
     @staticmethod
     def of_machine() -> Sizes:
@@ -130,7 +127,7 @@ class Bench:
         return self.root / "build" / "bench"
 
     def shown(self, command: Iterable[str]) -> str:
-        """A command as one types it in the checkout."""
+        """A command as typed in the checkout."""
         return " ".join(part.replace(f"{self.root}/", "") for part in command)
 
     # ---- programs of tests/bench ----
@@ -140,7 +137,7 @@ class Bench:
         return [str(self.folder / name), *map(str, sizes)]
 
     def groups(self, name: str, threads: int | None = None) -> Groups:
-        """What a program prints that is built on tests/bench/arms.h."""
+        """The output of a program that uses tests/bench/arms.h."""
         self.report(name, 0, 1)
         found: Groups = {}
         for text in output(self.command(name, threads)).splitlines():
@@ -160,7 +157,7 @@ class Bench:
         return [*tool, str(self.folder / "cache_misses"), layout, activations, *sizes]
 
     def misses(self) -> Misses | None:
-        """Level-1 read misses for each row of the matrix; None: this machine has no valgrind."""
+        """Level-1 read misses a row of the matrix; None without valgrind."""
         if shutil.which("valgrind") is None:
             return None
         cases = [
@@ -173,7 +170,7 @@ class Bench:
         found: Misses = {}
         for done, case in enumerate(cases):
             self.report("cache misses", done, len(cases))
-            # A run that makes matrix and row and multiplies, less one that only makes them.
+            # A run that makes the matrix and multiplies, minus one that only makes it.
             product, making = (_read_misses(self.misses_command(*case, n)) for n in (1, 0))
             found[case] = (product - making) / self.sizes.rows
         self.report("cache misses", len(cases), len(cases))
@@ -182,14 +179,14 @@ class Bench:
     # ---- models ----
 
     def shape(self, arm: str, d: int, n_layers: int, **sizes: int) -> Path:
-        """A file of build/bench/shapes for `cflow plan` and `cflow synth`."""
+        """Writes a file in build/bench/shapes, for `cflow plan` and `cflow synth`."""
         path = self.folder / "shapes" / f"{arm}_d{d}.toml"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(shape_text(arm, d, n_layers, **sizes))
         return path
 
     def published_shape(self, arm: str, d: int) -> Path:
-        """That of the paper's small models (docs/delays.md) for any d; the vocabulary does not count."""
+        """The shape of the paper's small models (docs/delays.md) at any d, but with our vocabulary."""
         return self.shape(arm, d, 6, d_ff=4 * d, n_experts=8, top_k=2, d_expert=d)
 
     def experts(self) -> Experts:
@@ -204,7 +201,7 @@ class Bench:
         return Experts(n_bytes, ms)
 
     def shared_bus(self) -> dict[str, Samples]:
-        """ms a token by arm: models of the same bytes."""
+        """Milliseconds a token by arm, with models of equal size."""
         decoders: dict[str, Decoder] = {}
         with tempfile.TemporaryDirectory(prefix="cflow-claims-") as folder:
             try:
@@ -223,7 +220,7 @@ class Bench:
         return Decoder(path, self.threads, self.sizes.tokens)
 
     def _in_turn(self, what: str, arms: Mapping[T, Callable[[], float]]) -> dict[T, Samples]:
-        """One round to warm up, then those that count."""
+        """Runs arms round by round; the first round warms up and does not count."""
         found: dict[T, list[float]] = {name: [] for name in arms}
         for done in range(-1, self.sizes.rounds):
             for name, arm in arms.items():
@@ -243,7 +240,7 @@ class Decoder:
         self._tokens = random.Random(1).choices(range(self._model.header.n_tokens), k=tokens)
 
     def ms(self, n_experts: int = 0) -> float:
-        """A token, with so many experts of each layer (0: top_k)."""
+        """Milliseconds a token with n_experts a layer (0: top_k)."""
         start = time.perf_counter()
         for _ in decode(self._context, ([t] for t in self._tokens), n_experts=n_experts):
             pass
@@ -259,7 +256,7 @@ class Decoder:
         self._model.close()
 
 
-# What is not read from front to back of the resident bank.
+# Roles that are not read from front to back of the resident bank.
 _UNORDERED = (
     const.Role.EMBEDDING,
     const.Role.EXPERT_GATE,
@@ -269,7 +266,7 @@ _UNORDERED = (
 
 
 def planned(shape: str) -> Planned:
-    """For a shape of configs/shapes or a .toml file; no weights are made."""
+    """The plan of a shape of configs/shapes or of a .toml file, without making weights."""
     with tempfile.TemporaryDirectory(prefix="cflow-claims-") as folder:
         path = Path(folder) / "model.cflow"
         synth_header(shape, path)
@@ -321,7 +318,7 @@ base = 10000.0
 
 
 class _Line(msgspec.Struct):
-    """What tests/bench/arms.h prints."""
+    """A line that tests/bench/arms.h prints."""
 
     group: str
     arm: str
@@ -330,14 +327,14 @@ class _Line(msgspec.Struct):
 
 
 def output(command: Sequence[str]) -> str:
-    """What a program prints. LabError: it cannot be run, or fails."""
+    """The output of a program. LabError: it cannot be run, or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True)
     except OSError as error:
         raise LabError(f"{command[0]} cannot be run: {error}; `make claims` builds it") from error
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:] or ["no message"]
-        raise LabError(f"{' '.join(command)} ended with {done.returncode}: {last[0]}")
+        raise LabError(f"{' '.join(command)} failed with status {done.returncode}: {last[0]}")
     return done.stdout
 
 

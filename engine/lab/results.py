@@ -1,4 +1,4 @@
-"""The committed figures of docs/results: runs too long for every `make claims`."""
+"""The committed figures in docs/results, of runs too long for every `make claims`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Result(msgspec.Struct, frozen=True):
-    """A trained model. Loss in nats a token, over all validation tokens, of the best checkpoint."""
+    """A trained model. Losses in nats a token, of the best checkpoint over all validation tokens."""
 
     name: str
     arm: Arm
@@ -25,7 +25,7 @@ class Result(msgspec.Struct, frozen=True):
     n_params: int
     valid_loss: float
     valid_perplexity: float
-    n_tokens: int  # trained on
+    n_tokens: int  # of training
     seconds: float
 
 
@@ -39,7 +39,7 @@ class Trained(msgspec.Struct, frozen=True):
     runs: Annotated[tuple[Result, ...], msgspec.Meta(min_length=1)]
 
     def of(self, name: str) -> dict[int, Result]:
-        """Runs of an arm by seed."""
+        """The runs of an arm, by seed."""
         return {run.seed: run for run in self.runs if run.name == name}
 
     @property
@@ -53,7 +53,7 @@ def mean_perplexity(runs: Iterable[Result]) -> float:
 
 @dataclass(frozen=True)
 class Difference:
-    """Perplexity of an arm less that of another, over the seeds that both have."""
+    """Perplexity of one arm minus that of another, for each seed that both have."""
 
     pairs: tuple[float, ...]
 
@@ -79,7 +79,7 @@ class Difference:
 
 
 def difference(training: Trained, name: str, other: str) -> Difference | None:
-    """None: no seed in common."""
+    """None if the arms have no seed in common."""
     ours, theirs = training.of(name), training.of(other)
     seeds = sorted(ours.keys() & theirs.keys())
     if not seeds:
@@ -122,19 +122,19 @@ class BigModels(msgspec.Struct, frozen=True):
 
 
 def check_checkout(root: Path) -> None:
-    """To be told before hours of measuring that there is nowhere to write."""
+    """Fails before hours of measuring if there is nowhere to write the results."""
     if not (root / "docs").is_dir():
-        raise LabError(f"{root.resolve()} is not the root of a checkout: it has no docs")
+        raise LabError(f"{root.resolve()} is not the root of a checkout: it has no folder docs")
 
 
 def read(path: Path, kind: type[T]) -> T | None:
-    """None: not measured yet."""
+    """None if it has not been measured yet."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except FileNotFoundError:
         return None
     except (OSError, msgspec.DecodeError) as error:
-        raise LabError(f"{path}: not the results it should hold: {error}") from error
+        raise LabError(f"{path}: not valid results: {error}") from error
 
 
 def write(path: Path, found: msgspec.Struct) -> None:

@@ -1,8 +1,8 @@
-"""`cflow lab storage`: layers that come from disk, in both orders of the file, with and without hints.
+"""`cflow lab storage`: layers read from disk, in both orders of the file, with and without hints.
 
-A delayed model as `.cflow` (layer by layer) and as `.vflow` (as the plan's stages read). Each run is
-a program of its own, tests/bench/streamed.c, that opens the file cold, decodes and ends; the runs take
-turns, round by round, and must give the same bytes of all logits.
+A delayed model as `.cflow` (layer by layer) and as `.vflow` (in the order that stages read). Each run
+is a process of its own, tests/bench/streamed.c, that opens the file cold, decodes and exits. Runs
+alternate, round by round, and must give the same bytes of all logits.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class Sizes:
 
     d_model: int = 1536
     n_layers: int = 32
-    tokens: int = 4  # of a run, the first one cold
+    tokens: int = 4  # of a run; the first one is cold
     rounds: int = 9
 
 
 class Setting(NamedTuple):
-    """A run. memory: for layers, of `budgets`. io: how they are read."""
+    """How to run. memory: for layers, a key of `budgets`. io: how they are read."""
 
     order: str
     memory: str
@@ -60,7 +60,7 @@ SETTINGS = (
 
 
 def budgets(records: LayerRecords) -> dict[str, int]:
-    """Bytes for layers, by what `--weights-memory` says: a quarter, as few as can be, all."""
+    """Bytes for layers: a quarter of them, the fewest possible, or 0 for all, which then stay."""
     slots = {"25 %": records.n_records / 4, "least": records.n_least, "all": 0}
     return {name: int(n * records.slot_bytes) for name, n in slots.items()}
 
@@ -69,20 +69,20 @@ def budgets(records: LayerRecords) -> dict[str, int]:
 
 
 class Run(msgspec.Struct, frozen=True):
-    """A setting's figures; by round where there are many."""
+    """The figures of a setting; tuples have one value a round."""
 
     order: str
     memory: str
     io: str
     hint: str
-    memory_bytes: int  # for layers; 0: all stay
+    memory_bytes: int  # for layers; 0: all stay in memory
     token_reads: float  # a token, after the first
     token_bytes: float
-    token_storage_bytes: float  # of them, as the kernel counts what came from storage
-    cold_storage_bytes: float  # until the first token was there, with all that stays in memory
+    token_storage_bytes: float  # of these, read from storage as the kernel counts
+    cold_storage_bytes: float  # up to the first token, with everything that stays in memory
     load_s: tuple[float, ...]
-    first_s: tuple[float, ...]  # of the first token, behind load_s
-    tok_s: tuple[float, ...]  # of the others
+    first_s: tuple[float, ...]  # of the first token, after load_s
+    tok_s: tuple[float, ...]  # of the other tokens
 
     @property
     def setting(self) -> Setting:
@@ -98,7 +98,7 @@ class Run(msgspec.Struct, frozen=True):
 
     @property
     def cold(self) -> Samples:
-        """Seconds from nothing to the first token."""
+        """Seconds from the start to the first token."""
         pairs = zip(self.load_s, self.first_s, strict=True)
         return Samples(tuple(load + first for load, first in pairs))
 
@@ -111,7 +111,7 @@ class Storage(msgspec.Struct, frozen=True):
     command: str
     n_layers: int
     file_bytes: int
-    slot_bytes: dict[str, int]  # by order: memory for the largest piece, which one read fetches
+    slot_bytes: dict[str, int]  # by order: the largest piece that one read fetches
     runs: Annotated[tuple[Run, ...], msgspec.Meta(min_length=len(SETTINGS))]
 
     def run(self, order: str, memory: str, io: str = "direct", hint: str = OWN_HINT) -> Run:
@@ -128,7 +128,7 @@ class _Counts(msgspec.Struct):
 
 
 class _Line(msgspec.Struct):
-    """What tests/bench/streamed.c prints."""
+    """The output of tests/bench/streamed.c."""
 
     loaded: _Counts
     first: _Counts
@@ -145,8 +145,10 @@ class _File(NamedTuple):
 
 
 def measure(bench: Bench, here: str, sizes: Sizes | None = None) -> Storage:
-    """Makes its files under build/bench, 2.4 GB, and removes them. here: names the machine. LabError:
-    a program is missing or fails, runs differ in a bit, or the disk has no direct reads."""
+    """Makes files of 2.4 GB under build/bench, measures, and removes them.
+
+    here: the name of this machine. LabError: a program is missing or fails, runs differ in a bit, or
+    the disk has no direct reads."""
     sizes = sizes or Sizes()
     d = sizes.d_model
     shape = bench.shape(
@@ -182,7 +184,7 @@ def _make(bench: Bench, shape: Path, path: Path) -> _File:
 
 
 def _in_turn(bench: Bench, files: Mapping[str, _File], sizes: Sizes) -> dict[Setting, list[_Line]]:
-    """Each round in another order: a run finds the memory as the one before has left it."""
+    """Each round in another order, as a run finds memory in the state that the last one left."""
     found: dict[Setting, list[_Line]] = {setting: [] for setting in SETTINGS}
     want = b""
     for done in range(sizes.rounds):
@@ -191,7 +193,7 @@ def _in_turn(bench: Bench, files: Mapping[str, _File], sizes: Sizes) -> dict[Set
             line, logits = _stream(bench, files[setting.order], setting, sizes.tokens)
             want = want or logits
             if logits != want:
-                raise LabError(f"{setting} gives other logits than the run before")
+                raise LabError(f"{setting} gives other logits than the runs before it")
             found[setting].append(line)
     bench.report("storage", sizes.rounds, sizes.rounds)
     return found
@@ -204,12 +206,12 @@ def _stream(bench: Bench, file: _File, setting: Setting, tokens: int) -> tuple[_
     arguments = (file.path, memory, setting.io, tokens, bench.threads, logits)
     line = msgspec.json.decode(output([str(program), *map(str, arguments)]), type=_Line)
     if line.direct != (setting.io == "direct" and memory > 0):
-        raise LabError(f"{file.path}: this disk has no direct reads; take another folder")
+        raise LabError(f"{file.path}: this disk has no direct reads; use a folder on another one")
     return line, logits.read_bytes()
 
 
 def _run(setting: Setting, file: _File, lines: list[_Line], n_tokens: int) -> Run:
-    """n_tokens: of each run, after the first."""
+    """n_tokens: of a run, without the first."""
     n = n_tokens * len(lines)
     cold = sum(line.loaded.storage_bytes + line.first.storage_bytes for line in lines)
     return Run(

@@ -1,11 +1,11 @@
-"""Training of the arms: every run of a configuration, resumed where it stopped, never done twice.
+"""Trains the arms: every run of a configuration once, resumed where it stopped.
 
     OUT/ARM-sSEED/    run.json: its settings; checkpoint.pt, best.pt; log.jsonl, curve.png,
-                      result.json; model/: the best model as a folder for `cflow convert`, of arms
-                      that the engine runs
-    OUT/results.json  all finished runs, which curves.png shows
+                      result.json; model/: the best model as a folder for `cflow convert`, if
+                      the engine runs the arm
+    OUT/results.json  all finished runs, shown in curves.png
 
-Several processes may share one OUT: a run that another one holds is left to it.
+Several processes can share one OUT; each skips the runs that another one is training.
 """
 
 from __future__ import annotations
@@ -37,17 +37,19 @@ from cflow.engine.lab.errors import LabError
 from cflow.engine.lab.export import export
 from cflow.engine.lab.results import Result, Trained
 
-N_QUICK_BATCHES = 16  # of the validation text, scored on the way; at the end it is scored whole
-CHECKPOINT_S = 60.0
+N_QUICK_BATCHES = (
+    16  # of the validation text, for the loss during training; at the end all of it counts
+)
+CHECKPOINT_S = 60.0  # between two checkpoints
 
 Seed = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-Name = Annotated[str, msgspec.Meta(pattern=r"^\w[\w.-]*$")]  # of a folder
+Name = Annotated[str, msgspec.Meta(pattern=r"^\w[\w.-]*$")]  # becomes part of a folder's name
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A TOML file of configs/train.
+    """A TOML file such as configs/train/tinystories.toml.
 
-    text: folder with train.txt and valid.txt; without one, the TinyStories text that cflow brings.
+    text: folder with train.txt and valid.txt; None uses the bundled TinyStories text.
     """
 
     seeds: Annotated[list[Seed], msgspec.Meta(min_length=1)]
@@ -72,7 +74,7 @@ class Run(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """How far a run is. loss: of the last batch, nats a token."""
+    """Progress of a run. loss: of the last batch, in nats a token."""
 
     run: Run
     step: int
@@ -85,7 +87,7 @@ Watch = Callable[[Report], None]
 
 
 def read_config(path: Path) -> Config:
-    """LabError names the file and what is wrong in it."""
+    """LabError: the file cannot be read or holds an invalid setting, which the message names."""
     try:
         return msgspec.toml.decode(path.read_bytes(), type=Config)
     except (OSError, msgspec.MsgspecError) as error:
@@ -93,7 +95,7 @@ def read_config(path: Path) -> Config:
 
 
 def runs_of(config: Config) -> list[Run]:
-    """Seed by seed, so that every arm has one before any has two."""
+    """All runs, seed by seed, so that every arm has one run before any has two."""
     return [
         Run(name, arm, seed, config.shape, config.training)
         for seed in config.seeds
@@ -104,8 +106,10 @@ def runs_of(config: Config) -> list[Run]:
 def train(
     config: Config, out: Path, *, n_threads: int, device: str = "", watch: Watch = lambda _: None
 ) -> Path:
-    """Trains what OUT has no result of; the path of results.json. device: "" takes CUDA if there.
-    LabError if OUT has runs with other settings, or cannot be written."""
+    """Trains every run that has no result in `out`; returns the path of results.json.
+
+    device: "cpu", "cuda", or "" for CUDA if there is any. LabError: out holds runs with other
+    settings, or cannot be written."""
     keep_freed_memory()
     torch.set_num_threads(n_threads)
     device = _device(device)
@@ -118,14 +122,14 @@ def train(
                     _keep_settings(run, out / run.folder)
                 if ours and not (out / run.folder / "result.json").exists():
                     Trainer(run, out / run.folder, text, device).run(watch)
-        with _held(out, wait=True):  # the last to come sees the runs of all
+        with _held(out, wait=True):  # the last process to finish sees all runs
             return collect(config, out, text, device)
     except OSError as error:
         raise LabError(f"{out}: {error}") from None
 
 
 def collect(config: Config, out: Path, text: Corpus, device: str) -> Path:
-    """Writes results.json, and curves.png, from the runs that are finished."""
+    """Writes results.json and curves.png from the finished runs."""
     folders = [out / run.folder for run in runs_of(config)]
     done = [folder for folder in folders if (folder / "result.json").exists()]
     runs = [msgspec.json.decode((f / "result.json").read_bytes(), type=Result) for f in done]
@@ -148,7 +152,7 @@ def collect(config: Config, out: Path, text: Corpus, device: str) -> Path:
 
 
 class Trainer:
-    """One run: state that a checkpoint holds is all it needs to go on with the same numbers."""
+    """One run. A checkpoint holds all state, so that a resumed run gives the same numbers."""
 
     def __init__(self, run: Run, folder: Path, text: Corpus, device: str) -> None:
         self._run, self._folder, self._text, self._device = run, folder, text, device
@@ -156,14 +160,15 @@ class Trainer:
         self._epoch_steps = corpus.n_batches(text.train, run.shape.context, how.batch)
         if self._epoch_steps < 1 or _n_scored(text, run.shape.context) < 1:
             raise LabError(
-                f"{len(text.train)} tokens of text to train on and {len(text.valid)} to validate are "
-                f"too few for a batch of {how.batch} windows of {run.shape.context}, or for one"
+                f"{len(text.train)} tokens to train on and {len(text.valid)} to validate are too few: "
+                f"training needs a batch of {how.batch} windows of {run.shape.context} tokens, "
+                "validation one window"
             )
         self._n_steps = how.epochs * self._epoch_steps
         torch.manual_seed(run.seed)
         try:
             self._model = build(run.arm, run.shape, how.dropout).to(device)
-        except (ValueError, RuntimeError) as error:  # also of memory
+        except (ValueError, RuntimeError) as error:  # RuntimeError: also for lack of memory
             raise LabError(f"{run.folder}: {error}") from None
         self._optimiser = torch.optim.AdamW(
             parameter_groups(self._model, how.weight_decay), betas=how.betas, fused=True
@@ -195,7 +200,7 @@ class Trainer:
         return self._step * self._run.training.batch * self._run.shape.context
 
     def _batches(self) -> Iterator[Tensor]:
-        """From the step on which it is."""
+        """The batches from the current step on."""
         how, seed = self._run.training, self._run.seed
         first, skip = divmod(self._step, self._epoch_steps)
         for epoch in range(first, how.epochs):
@@ -224,7 +229,7 @@ class Trainer:
         return value
 
     def _validate(self, n_batches: int | None) -> float:
-        """Loss over the first n_batches of the validation text; the best model so far is kept."""
+        """Loss over the first n_batches of the validation text; saves the model if it is the best so far."""
         loss = valid_loss(self._model, self._text, self._run.training.batch, n_batches)
         if not math.isfinite(loss):
             raise LabError(f"{self._run.folder}: the validation loss is {loss}; lower peak_rate")
@@ -280,7 +285,7 @@ class Trainer:
 
 @torch.inference_mode()
 def valid_loss(model: Pipeline, text: Corpus, batch: int, n_batches: int | None = None) -> float:
-    """Nats a token in f32 over all of the text, or its first n_batches, in windows of the context."""
+    """Loss in nats a token over all validation text, or its first n_batches, computed in f32."""
     model.eval()
     device = next(model.parameters()).device
     total, n = 0.0, 0
@@ -293,7 +298,7 @@ def valid_loss(model: Pipeline, text: Corpus, batch: int, n_batches: int | None 
 
 
 def parameter_groups(model: Pipeline, weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices decay, and arch3's stacked gates; vectors do not."""
+    """Weight decay applies to matrices and arch3's stacked gates, not to vectors."""
     parameters = list(model.parameters())
     return [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
@@ -302,7 +307,7 @@ def parameter_groups(model: Pipeline, weight_decay: float) -> list[dict[str, Any
 
 
 def training_precision(device: str) -> torch.dtype:
-    """bf16 where the machine multiplies it at least as fast as f32."""
+    """bf16 if the machine multiplies it at least as fast as f32."""
     if device == "cuda":
         fast = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
@@ -311,8 +316,8 @@ def training_precision(device: str) -> torch.dtype:
 
 
 def keep_freed_memory() -> None:
-    """Makes glibc reuse what a step frees instead of returning it: touching fresh pages for the
-    logits of every step took a third of the time."""
+    """Makes glibc keep freed memory for the next step. Touching fresh pages for the logits of every
+    step took a third of the time."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         trim_threshold, mmap_threshold = -1, -3
@@ -332,21 +337,20 @@ def _n_scored(text: Corpus, context: int) -> int:
 
 
 def _keep_settings(run: Run, folder: Path) -> None:
-    """A checkpoint or result of other settings must not pass for this run's."""
+    """LabError if the folder's checkpoint or result was made with other settings."""
     path, settings = folder / "run.json", msgspec.json.format(msgspec.json.encode(run))
     if not path.exists():
         _write(path, settings)
     elif path.read_bytes() != settings:
         raise LabError(
-            f"{path}: {folder} is of a run with other settings; remove it or train into another "
+            f"{path}: {folder} holds a run with other settings; remove it or train into another "
             "folder"
         )
 
 
 @contextmanager
 def _held(folder: Path, *, wait: bool = False) -> Iterator[bool]:
-    """Makes folder; whether this process, and no other, has it until the end of the block. wait: for
-    the others, else not."""
+    """Makes folder and locks it; False if another process holds it. wait: block until it is free."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
         try:
@@ -358,7 +362,7 @@ def _held(folder: Path, *, wait: bool = False) -> Iterator[bool]:
 
 
 def _save_torch(path: Path, value: Any) -> None:
-    # Through memory: on a full disk torch raises what no one can tell from a bug.
+    # Through memory: on a full disk, torch raises an error that looks like a bug.
     data = io.BytesIO()
     torch.save(value, data)
     _write(path, data.getvalue())

@@ -1,4 +1,4 @@
-"""The overlap of compute and reads as a picture: what arms take, and how far the two laws are off."""
+"""The overlap of compute and reads as a picture: times of the arms, and errors of the two laws."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A model with wider FFNs that computes the same: what is added multiplies nothing.
+"""A model with wider FFNs and the same output: the added weights are zero.
 
-A small trained model routes as trained models do, but its experts are too small for a disk to notice.
-Widened, it keeps routing and text, and weighs as much as one likes.
+A small trained model routes as trained models do, but its experts are too small to load a disk.
+Widened, it keeps its routing and text at any size.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ _UPS = ("UP", "EXPERT_UP")
 
 
 def widen(source: Path, out: Path, d_ff: int, d_expert: int) -> None:
-    """Writes source, a model in q8_0, with FFNs and experts of these widths, no less than its own.
+    """Writes source, a model in q8_0, with FFNs and experts of these widths.
 
-    Its matrices are decoded and coded again; both have the same scales, so nothing is lost."""
+    Matrices are decoded and encoded again with the same scales, so nothing is lost. LabError: a width
+    is less than the model's own."""
     with closing(Model(str(source))) as model:
         write(_contents(model, {False: d_ff, True: d_expert}), out)
 
@@ -63,7 +64,7 @@ def _widths(n_experts: int, widths: dict[bool, int]) -> dict[str, Any]:
 
 
 def _add(runs: list[Run], weight: Weight) -> None:
-    """An up joins the gate before it."""
+    """Adds a run; an up matrix joins the gate before it."""
     if weight.role.upper() in _UPS:
         runs[-1] = (*runs[-1], weight)
     else:

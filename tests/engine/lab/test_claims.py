@@ -154,7 +154,7 @@ def test_a_missing_program_names_what_builds_it(tmp_path: Path) -> None:
 def test_a_failing_program_is_quoted(programs: Path, tmp_path: Path) -> None:
     (tmp_path / "build").mkdir()
     (tmp_path / "build/bench").symlink_to(programs)
-    with pytest.raises(LabError, match=r"ended with 1: 1048576 bytes are less than a stripe"):
+    with pytest.raises(LabError, match=r"failed with status 1: 1048576 bytes are less than a stripe"):
         Bench(tmp_path, replace(SMALL, mib=1), 64).groups("order")
 
 
@@ -514,7 +514,7 @@ def test_the_dense_peer_is_what_counts_end_to_end(tmp_path: Path) -> None:
 def test_results_that_are_none_are_named(tmp_path: Path, text: str) -> None:
     path = tmp_path / "training.json"
     path.write_text(text)
-    with pytest.raises(LabError, match=r"training\.json: not the results"):
+    with pytest.raises(LabError, match=r"training\.json: not valid results"):
         results.read(path, results.Trained)
 
 
