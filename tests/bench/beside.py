@@ -1,5 +1,5 @@
-"""A stream beside the bare engine, in turn: what a token takes more through a worker's socket, or
-through HTTP and server-sent events as well. Greedy, the same tokens; prints JSON.
+"""Times a stream beside the bare engine, in turn: the cost of a token through a worker's socket, or
+through HTTP and server-sent events as well. Greedy, with the same tokens. Prints JSON.
 
     python -m bench.beside x.cflow http --tokens 64
 """
@@ -25,7 +25,7 @@ from cflow.engine.native import Context, Model, Pick, Row, const
 from harness.servers import serving
 
 FIRST = 65  # the prompt
-Stream = Callable[[int], Awaitable[int]]  # asks for n tokens; how many came
+Stream = Callable[[int], Awaitable[int]]  # asks for n tokens, returns how many came
 
 
 def bare(context: Context, n: int) -> None:
@@ -64,7 +64,7 @@ async def over_http(model: Path) -> AsyncIterator[Stream]:
 
 
 def ask(port: int, n: int) -> int:
-    """By a client that does nothing but read; the number of tokens that the last event tells."""
+    """Asks with a client that only reads; returns the number of tokens in the last event."""
     body = json.dumps(
         {
             "prompt": [FIRST],
@@ -83,7 +83,7 @@ def ask(port: int, n: int) -> int:
         while b"data: [DONE]" not in answer[-64:]:
             part = connection.recv(1 << 16)
             if not part:
-                raise SystemExit(f"the server hung up: {answer[-500:]!r}")
+                raise SystemExit(f"the server closed the connection: {answer[-500:]!r}")
             answer += part
     usage = next(line for line in reversed(answer.split(b"\n")) if b'"completion_tokens"' in line)
     return int(json.loads(usage.removeprefix(b"data: "))["usage"]["completion_tokens"])
@@ -102,7 +102,7 @@ async def compare(way: str, path: Path, n: int, rounds: int) -> list[dict[str, f
             came = await stream(n)
             ended = time.perf_counter()
             if came != n:
-                raise SystemExit(f"{came} tokens of {n} came")
+                raise SystemExit(f"{came} tokens came, {n} were asked for")
             if turn >= 0:
                 found.append({"bare_s": between - started, "through_s": ended - between})
     return found

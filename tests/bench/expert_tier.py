@@ -1,12 +1,12 @@
-"""Models larger than the memory they get: how fast, beside the floor of the disk, and in how much.
+"""Models larger than their memory: speed, beside what the disk allows, and memory used.
 
     make bench-experts                            every case, 22 GB of files in build/experts
-    make bench-experts FLAGS=qwen3-30b-a3b-6GiB   one model and limit; figures of the others stay
-    make bench-experts FLAGS="--folder /data"     files, kept there, are elsewhere
+    make bench-experts FLAGS=qwen3-30b-a3b-6GiB   one model and limit; the other figures stay
+    make bench-experts FLAGS="--folder /data"     keep the files in another folder
 
-A model has random weights and routes evenly, the worst case. The benchmark runs in a memory control
-group where a case has a limit, which needs root and version 1 of control groups. The memory of a
-serving worker is read from outside, at its peak. Takes a quiet machine; nothing here pauses others.
+Models have random weights and route evenly, which is the worst case. A case with a limit runs in a
+memory control group, which needs root and version 1 of control groups. The peak memory of a serving
+worker is read from outside. Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ RESULTS = ROOT / "docs" / "results" / "expert_tier.json"
 GROUPS = Path("/sys/fs/cgroup/memory")
 CACHE = "25%"
 KV_BYTES = 256 << 20
-MORE_BYTES = 300_000_000  # what a worker may take beside weights, cache, keys and values
+MORE_BYTES = 300_000_000  # that a worker may use besides weights, cache, keys and values
 PROMPT = 64
 
 
@@ -50,7 +50,7 @@ class Case:
     shape: str
     gen: int  # tokens of a run
     limit: int | None = None  # bytes of memory for the whole process
-    fits: bool = False  # runs with all experts in memory too: what compute alone allows
+    fits: bool = False  # also runs with all experts in memory, for the speed of compute alone
 
     @property
     def name(self) -> str:
@@ -58,7 +58,7 @@ class Case:
 
     @property
     def command(self) -> str:
-        """As one types it, inside the limit."""
+        """The command as typed, inside the limit."""
         return f"cflow bench {self.shape}.cflow {' '.join(self.flags(CACHE))}"
 
     def flags(self, cache: str) -> list[str]:
@@ -119,7 +119,7 @@ def _in_memory(case: Case, path: Path) -> dict[str, float]:
 
 
 def _phase(found: dict[str, Any], name: str, prefix: str, n_tokens: int) -> dict[str, Any]:
-    """n_tokens: of all three runs."""
+    """Figures of prefill or decode. n_tokens: of all three runs."""
     floor = found[f"{prefix}disk_floor_tok_s"]
     return {
         "tok_s": found["runs"][f"{name}_tok_s"],
@@ -133,7 +133,7 @@ def _phase(found: dict[str, Any], name: str, prefix: str, n_tokens: int) -> dict
 
 
 async def _worker_memory(path: Path) -> dict[str, int]:
-    """The most that a serving worker had resident, and what it may have."""
+    """Peak resident memory of a serving worker, and its bound."""
     config = EngineConfig(model=str(path), expert_cache=CACHE, kv_memory=KV_BYTES)
     with tempfile.TemporaryDirectory() as uses:
         os.environ["XDG_CACHE_HOME"] = uses
@@ -161,7 +161,7 @@ async def _worker_memory(path: Path) -> dict[str, int]:
 
 @contextmanager
 def _group(limit: int | None) -> Iterator[Path | None]:
-    """A control group that has so many bytes of memory."""
+    """A control group limited to `limit` bytes of memory; None without a limit."""
     if limit is None:
         yield None
         return

@@ -1,7 +1,7 @@
-"""What the commands of the benchmark table say, beside what the machine allows.
+"""The figures of the benchmark table from the output of its commands, beside what the machine allows.
 
-A ceiling is the larger of two times: the weights that a step must read at the probe's bandwidth, and
-its products at the rate of tests/bench/multiply.c.
+A step takes at least the longer of two times: reading its weights at the probe's bandwidth, and
+computing its products at the rate of tests/bench/multiply.c.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 from cflow.engine.files.models.spec import LayerSpec, ModelSpec
 from cflow.engine.files.synth import load_shape
 
-Q4_0_BYTES = 18 / 32  # of a weight
+Q4_0_BYTES = 18 / 32  # a weight
 
 
 @dataclass(frozen=True)
 class Taken:
-    """What a command printed, the shape of its model, and how fast this machine multiplies."""
+    """The output of a command, the shape of its model, and this machine's rate of products."""
 
     found: dict[str, Any]
     shape: str
@@ -34,7 +34,7 @@ class Taken:
 
 @dataclass(frozen=True)
 class Figure:
-    """runs: min, median, max in `unit`. ceiling: in that unit too. ratio: what a goal is set for.
+    """runs: min, median, max in `unit`. ceiling: in `unit`. ratio: the value that goals are about.
     steps: of a sweep, (rows a step, rate, ceiling)."""
 
     unit: str
@@ -45,7 +45,7 @@ class Figure:
 
 
 def decode(taken: Taken) -> Figure:
-    """One stream: what it read of the weights, and of keys and values where it has a depth."""
+    """One stream; it reads weights, and at a depth also keys and values."""
     found = taken.found
     beside = 1 + found["kv_bytes_per_token"] / found["bytes_per_token"]
     ratio = found["bandwidth_fraction"] * beside
@@ -64,7 +64,7 @@ def sixteen(taken: Taken) -> Figure:
 
 
 def sweep(taken: Taken) -> Figure:
-    """The ratio is that of the step where the rate grows least, or falls most."""
+    """The ratio is the least growth of the rate from one size of step to the next."""
     batches = taken.found["batch"]
     growth = [after["tok_s"] / before["tok_s"] for before, after in pairwise(batches)]
     steps = [
@@ -75,7 +75,7 @@ def sweep(taken: Taken) -> Figure:
 
 
 def through(taken: Taken) -> Figure:
-    """Rounds of a stream beside the bare engine: the bare one is the ceiling."""
+    """Rounds of a stream beside the bare engine, which is the ceiling."""
     rounds, n = taken.found["rounds"], taken.found["tokens"]
     bare = statistics.median(n / r["bare_s"] for r in rounds)
     ratio = statistics.median(r["bare_s"] / r["through_s"] for r in rounds)
@@ -83,13 +83,13 @@ def through(taken: Taken) -> Figure:
 
 
 def overhead(taken: Taken) -> Figure:
-    """What a token takes longer than in the bare engine."""
+    """Extra time of a token over the bare engine."""
     rounds, n = taken.found["rounds"], taken.found["tokens"]
     return Figure("µs", _runs(1e6 * (r["through_s"] - r["bare_s"]) / n for r in rounds), None, None)
 
 
 def floor_s(taken: Taken, rows: int, heads: int) -> float:
-    """What a step takes at least whose rows choose their experts evenly; heads: rows with logits."""
+    """Least time of a step whose rows choose experts evenly. heads: rows with logits."""
     spec, found = taken.spec, taken.found
     products = rows * sum(_weights(spec, layer, layer.top_k) for layer in spec.layers)
     products += heads * spec.vocab_size * spec.d_model
@@ -102,7 +102,7 @@ def floor_s(taken: Taken, rows: int, heads: int) -> float:
 
 
 def _touched(layer: LayerSpec, rows: int) -> float:
-    """Experts of a layer that at least one of the rows chooses."""
+    """Expected number of a layer's experts that at least one row chooses."""
     if not layer.n_experts:
         return 0
     return layer.n_experts * (1 - (1 - layer.top_k / layer.n_experts) ** rows)

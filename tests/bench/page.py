@@ -1,4 +1,4 @@
-"""docs/benchmarks.md out of docs/results/benchmarks.json."""
+"""Writes docs/benchmarks.md from docs/results/benchmarks.json."""
 
 from __future__ import annotations
 
@@ -13,45 +13,46 @@ from cflow.engine.lab.page import table
 INTRODUCTION = """\
 # Benchmarks
 
-Written by `make bench`, and `make bench-peers` for the table of peers, on {machine}. A figure is the \
-median of the runs, followed by the lowest and the highest.
+Written on {machine} by `make bench`; the table of peers by `make bench-peers`. A figure is the median of \
+the runs, with the lowest and highest in brackets.
 
-A **ceiling** is what this machine allows. For one stream that decodes it is the bandwidth of its memory, \
-read in turn with the runs and by as many threads, over the bytes that a token reads; each run is compared \
-with the probes beside it. Steps of many rows share those bytes and are also held against the products \
-of 8-bit numbers that the processor can add up in registers ({products}`tests/bench/multiply.c`): \
-the larger of both times is the floor. Neither counts attention. Goals in brackets were set in tokens a \
-second where AVX-512-VNNI is; here their share of the ceiling there counts. Models have random weights \
-but for SmolLM2 and the bundled one."""
+A **ceiling** is what this machine allows. For one decoding stream it is memory bandwidth divided by the \
+bytes that a token reads. Bandwidth is probed between the runs, with as many threads, and each run is \
+compared with the probes before and after it. The rows of a step share those bytes, so steps of many rows \
+are also bounded by the rate at which the processor multiplies and adds 8-bit numbers in registers \
+({products}`tests/bench/multiply.c`); the slower bound counts. Neither includes attention. Goals with \
+tokens a second in brackets were set on a machine with AVX-512-VNNI; what counts here is their share of \
+that machine's ceiling. All models but SmolLM2 and the bundled one have random weights."""
 
 SWEEPS = """\
 ## Rows a step
 
-So many streams decode at once, each a row of every step, from empty contexts: tokens a second of all \
-together, and their share of the ceiling."""
+Each column is a number of streams that decode together from empty contexts, one row a step each: tokens \
+a second of all streams, and their share of the ceiling."""
 
 PROFILES = """\
 ## Profiles
 
-Where the time of decode goes (`python -m bench.stages FILE.cflow`): the stages of a token by what they \
-compute, from an empty context on, medians of seven rounds, each between two probes of memory. A probe is \
-the best of its passes, decode is all that happens: beside the model stands the median probe, and in \
-brackets the median of passes alone. Cycles are \
-of one thread for a tile of 128 x 256 weights, by the time stamp counter; beside them what llvm-mca makes \
-of the inner loop out of the first-level cache ([kernels.md](kernels.md)), by the processor's own clock. \
-Idle: how long a thread waits in a stage for the others and for their call, in the mean."""
+Where the time of decode goes (`python -m bench.stages FILE.cflow`): a token's stages by what they \
+compute, from an empty context, medians of seven rounds, each between two probes of memory. A probe is the \
+best of several passes; the model's line shows the median probe, and in brackets the median of single \
+passes, which compares better with decode. Cycles are those of one thread for a tile of 128 x 256 weights, \
+by the time stamp counter; next to them llvm-mca's estimate of the inner loop with data in the first-level \
+cache ([kernels.md](kernels.md)), by the processor's own clock. Idle: the mean time that a thread waits in \
+a stage for the others and for their signal."""
 
 PEERS = """\
 ## Peers
 
-Random weights of the same shapes, the same GGUF file for all (cflow converts it), {threads} threads, \
-the engines in turn in one run, above 8 GB one after the other. They are fed random tokens and sample \
-nothing, cflow makes a greedy choice with every token. Tokens a second."""
+Tokens a second with {threads} threads, random weights of the same shapes, and the same GGUF file for all \
+engines (cflow converts it). Engines alternate in one run; with files above 8 GB each runs once. They are \
+fed random tokens and sample nothing; cflow samples greedily with every token."""
 
 COMMANDS = """\
 ## Commands
 
-In the checkout, after `make bench`; FILE is a model's name. `PYTHONPATH=tests` goes before `python`."""
+To be run in the checkout after `make bench`. FILE is a model's name; put `PYTHONPATH=tests` before \
+`python`."""
 
 
 def write(results: Mapping[str, Any], path: Path) -> None:
@@ -59,7 +60,7 @@ def write(results: Mapping[str, Any], path: Path) -> None:
 
 
 def verdict(found: Mapping[str, Any]) -> str:
-    """A row in a line, as progress."""
+    """A row as one line of progress."""
     if "why_not" in found:
         return f"not measured: {found['why_not']}"
     _, value, ceiling, ratio, goal, met = _cells("", found)
@@ -107,7 +108,7 @@ def spread(runs: Mapping[str, float]) -> str:
 
 
 def number(value: float) -> str:
-    """Three digits, or all before the point."""
+    """Three significant digits, or all digits before the point."""
     if value >= 100:
         return f"{value:,.0f}"
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}"

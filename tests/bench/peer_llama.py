@@ -1,6 +1,7 @@
-"""Times llama.cpp, or a fork of it, through its Python package, as `cflow bench` times cflow: random
-tokens, one prompt in batches of 512, then streams that decode from empty contexts; nothing is sampled.
-Runs in the peer's own environment, without cflow; prints JSON.
+"""Times llama.cpp, or a fork of it, through its Python package, as `cflow bench` times cflow.
+
+Random tokens: one prompt in batches of 512, then streams that decode from empty contexts, without
+sampling. Runs in the peer's own environment, without cflow. Prints JSON.
 
     build/peers/llama.cpp/bin/python tests/bench/peer_llama.py llama_cpp x.gguf --prompt 512 --streams 16
 """
@@ -63,7 +64,7 @@ class Peer:
             self._call("llama_kv_self_clear", "llama_kv_cache_clear")(self._context)
 
     def step(self, rows: Sequence[Row], n_logits: int) -> None:
-        """n_logits: of the last rows."""
+        """n_logits: how many rows, from the last, give logits."""
         batch = self._batch
         batch.n_tokens = len(rows)
         for i, (sequence, position, token) in enumerate(rows):
@@ -72,7 +73,7 @@ class Peer:
             batch.logits[i] = i >= len(rows) - n_logits
         if status := self._api.llama_decode(self._context, batch):
             raise SystemExit(f"llama_decode of {len(rows)} rows: {status}")
-        if n_logits:  # asked for, so that they are there
+        if n_logits:  # waits until they are computed
             self._api.llama_get_logits_ith(self._context, len(rows) - 1)
 
 
@@ -98,11 +99,11 @@ def main() -> None:
     parser = peer_timing.parser("time llama.cpp or a fork")
     parser.add_argument("module")
     parser.add_argument("model")
-    parser.add_argument("--repack", action="store_true", help="weights in another order, at load")
+    parser.add_argument("--repack", action="store_true", help="reorder weights at load")
     args = parser.parse_args()
     random.seed(0)
     peer = Peer(args.module, args.model, args)
-    prefill(peer, args.prompt)  # so that all of a mapped file is in memory
+    prefill(peer, args.prompt)  # brings a mapped file into memory
     decode(peer, 1, 4)
     found = peer_timing.measure(args, partial(prefill, peer), partial(decode, peer))
     print(json.dumps(found))

@@ -1,5 +1,5 @@
-"""What the programs that time peers share. They run as files in the peers' own environments, without
-cflow, so this needs Python alone."""
+"""Shared by the programs that time peers. They run as files in the peers' own environments, without
+cflow, so this module needs Python alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def measure(
     prefill: Callable[[int], float],
     decode: Callable[[int, int], float],
 ) -> dict[str, dict[str, float]]:
-    """prefill: tokens a second of a prompt of so many; decode: of so many streams, so many each."""
+    """prefill(n): tokens a second of a prompt of n tokens. decode(streams, n): of n tokens a stream."""
     runs = range(args.runs)
     found = {
         "prefill": _spread([prefill(args.prompt) for _ in runs]),

@@ -1,6 +1,7 @@
-"""Times vLLM's CPU back end on a llama shape with random bf16 weights, as `cflow bench` times cflow: one
-prompt, then streams that decode from short contexts, greedy. Runs in its own environment, without
-cflow; prints JSON.
+"""Times vLLM's CPU back end on a llama shape with random bf16 weights, as `cflow bench` times cflow.
+
+One prompt, then streams that decode greedily from short contexts. Runs in its own environment, without
+cflow. Prints JSON.
 
     build/peers/vLLM/bin/python tests/bench/peer_vllm.py configs/shapes/smollm2-135m.toml --streams 16
 """
@@ -22,7 +23,7 @@ import peer_timing
 
 
 def config(shape: Path) -> dict[str, Any]:
-    """config.json of it."""
+    """The shape's config.json."""
     model = tomllib.loads(shape.read_text())
     layer = model["layer"]
     return {
@@ -61,7 +62,7 @@ class Peer:
         )
 
     def rate(self, streams: int, prompt: int, gen: int) -> float:
-        """Tokens a second: of the prompt if one is generated, else of those that are."""
+        """Tokens a second: of the prompt if gen is 1, else of the generated tokens."""
         prompts = [
             {"prompt_token_ids": random.choices(range(self._n_tokens), k=prompt)}
             for _ in range(streams)

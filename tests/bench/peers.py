@@ -1,9 +1,10 @@
-"""Other engines beside cflow: installs what pip offers, each into an environment of its own in
-build/peers, and lets them take turns with cflow on the same GGUF files. The figures go to
+"""Times other engines beside cflow, in turn, on the same GGUF files.
+
+Each is installed with pip into an environment of its own in build/peers. The figures go to
 docs/benchmarks.md.
 
-    make bench-peers                             20 minutes of compiling, once; then some 15
-    make bench-peers FLAGS='--only olmoe*'       one model; figures of the others stay
+    make bench-peers                             20 minutes of compiling once, then some 15 minutes
+    make bench-peers FLAGS='--only olmoe*'       one model; the other figures stay
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ from cflow.engine.base import machine
 PEERS_FOLDER = ROOT / "build" / "peers"
 ROUNDS = 2
 LIMIT_S = 600  # of a peer's run
-BIG_BYTES = 8_000_000_000  # models that engines do not alternate on
+BIG_BYTES = 8_000_000_000  # of a file; on larger ones engines do not alternate
 Runs = dict[str, dict[str, float]]  # prefill, decode, streams: min, median, max
 
 
 @dataclass(frozen=True)
 class Peer:
-    """pip: what is installed and how. command: what times it; {gguf}, {shape}, {streams} and {flags}
-    are those of the work, one without {streams} decodes one only."""
+    """pip: arguments of `pip install`. command: times the peer; {gguf}, {shape}, {streams} and {flags}
+    are those of the work. A command without {streams} decodes one stream only."""
 
     name: str
     pip: str
     command: str
-    settings: tuple[tuple[str, str], ...] = ()  # of the environment in which it is built
-    without: tuple[str, ...] = ()  # packages that come with it and do not fit
+    settings: tuple[tuple[str, str], ...] = ()  # environment variables of its build
+    without: tuple[str, ...] = ()  # packages that come with it and break it
 
     @property
     def python(self) -> Path:
@@ -65,10 +66,10 @@ class Work:
     prompt: int
     gen: int
     streams: int = 1
-    peers: tuple[str, ...] = LLAMAS  # those that know the architecture
+    peers: tuple[str, ...] = LLAMAS  # that support the architecture
 
     def names(self) -> dict[str, str]:
-        """Rows of the table, by what is measured."""
+        """Names of the table's rows, by what is measured."""
         model = self.source.shape
         if self.source.encoding != "q4_0":
             model += f" {self.source.encoding}"
@@ -90,7 +91,7 @@ WORK = (
 
 
 def install(peer: Peer) -> str:
-    """What is said of it. NotHere: why it cannot be had."""
+    """Installs the peer; returns its note on the page. NotHere: why it cannot be installed."""
     done = PEERS_FOLDER / peer.name / "installed"
     if not done.exists():
         print(f"installing {peer.name}, which takes minutes", flush=True)
@@ -126,7 +127,7 @@ def time_peer(peer: Peer, work: Work, path: Path) -> Runs:
 
 
 def measure(work: Work, folder: Path, peers: list[Peer]) -> dict[str, dict[str, Any]]:
-    """By row of the table and engine. What an engine cannot run is said, and left out."""
+    """Figures by row of the table and engine. Prints and leaves out what an engine cannot run."""
     check_memory(work.source)
     found: dict[str, list[Runs]] = {}
     with model(work.source, folder) as path:
@@ -159,7 +160,7 @@ def merged(rounds: list[dict[str, float]]) -> dict[str, float]:
 
 
 def install_all(results: dict[str, Any]) -> list[Peer]:
-    """Those that could be."""
+    """Installs all peers that can be; returns them."""
     engines, installed = results["peers"]["engines"], []
     for peer in PEERS:
         try:

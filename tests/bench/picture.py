@@ -1,4 +1,4 @@
-"""The benchmark table as a picture: which share of its ceiling each engine reaches."""
+"""The benchmark table as a picture: the share of the ceiling that each engine reaches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COLOURS = {"cflow": "#4c72b0", "llama.cpp": "#dd8452", "ik_llama.cpp": "#55a868"
 
 
 def draw(results: Mapping[str, Any], path: Path) -> None:
-    """A peer's share is cflow's times what it was beside it, in the run that they took turns in."""
+    """A peer's share is cflow's share times their ratio in the run in which they alternated."""
     rows = {
         name: row
         for name, row in results["rows"].items()

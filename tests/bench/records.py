@@ -1,9 +1,9 @@
-"""What the hot kernels cost, without a clock: instructions counted by callgrind, cycles by llvm-mca.
+"""The cost of the hot kernels without a clock: instructions by callgrind, cycles by llvm-mca.
 
     make records
 
 Writes docs/results/kernels.json and the table docs/kernels.md. `make test` counts instructions again
-and compares them with that file, so what made a kernel slower shows on any machine.
+and compares them with that file, so a slower kernel shows on any machine.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ ROOT = Path(__file__).parent.parent.parent
 RECORDS = ROOT / "docs" / "results" / "kernels.json"
 PAGE = ROOT / "docs" / "kernels.md"
 TILE_BYTES = {"q4_0": 18432, "q4_1": 20480, "q8_0": 34816, "q4_k": 18944, "q6_k": 26880}
-MACHINES = {"avx2": "znver3", "avx512vnni": "sapphirerapids"}  # whose pipelines are followed
-LLVM_MCA = "llvm-mca-19"  # of one version: its models of processors change
+MACHINES = {"avx2": "znver3", "avx512vnni": "sapphirerapids"}  # whose pipelines llvm-mca models
+LLVM_MCA = "llvm-mca-19"  # one version, because its models of processors change
 UNITS_OF_TILE = 128 // 32 * 256 // 32
 
 INTRODUCTION = """\
-# What the hot kernels cost
+# Cost of the hot kernels
 
-Written by `make records`: no clock, so what makes a kernel slower shows on any machine. Code by \
+Written by `make records`. No clock is involved, so a slower kernel shows on any machine. Compiled by \
 {compiler}.
 
-**Instructions** were counted by callgrind: for each tile of 128 x 256 weights and each row of x, of \
-products with one row (decode) and with eight. `make test` counts them again and fails where one has \
-grown by more than 2 % over `docs/results/kernels.json`; with another compiler it skips. **Cycles** are \
-what {llvm_mca} makes of the inner loops ({machines}), data in the first-level cache: of a tile with one \
-row, and of one row more. Valgrind knows no AVX-512."""
+**Instructions** are counted by callgrind, for each tile of 128 x 256 weights and each row of x, in \
+products with one row (decode) and with eight. `make test` counts them again and fails if a count has \
+grown by more than 2 % over `docs/results/kernels.json`; it skips this with another compiler. **Cycles** \
+are estimates by {llvm_mca} for the inner loops ({machines}) with data in the first-level cache: of a tile \
+with one row, and of each further row. Valgrind does not support AVX-512."""
 
 ATTENTION = """\
-Attention, instructions for each head (six of 128 share keys and values) and 32 positions:"""
+Instructions of attention for each head and 32 positions (six heads of 128 share keys and values):"""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def output(*command: str | Path) -> str:
 
 
 def compiler(build: Path) -> str:
-    """Whose code is counted."""
+    """The version of the compiler that made the code."""
     cache = (build / "CMakeCache.txt").read_text()
     found = re.search(r"^CMAKE_C_COMPILER:\w+=(.*)$", cache, re.MULTILINE)
     assert found, f"{build} has no C compiler"
@@ -67,7 +67,7 @@ def compiler(build: Path) -> str:
 
 
 def count_instructions(build: Path) -> dict[str, float]:
-    """Of every job of tests/bench/tiles.c, for one tile or 32 positions."""
+    """Instructions for one tile or 32 positions, by job of tests/bench/tiles.c."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "counts")
         tool = ["valgrind", "--tool=callgrind", f"--callgrind-out-file={out}"]
@@ -82,7 +82,7 @@ def count_instructions(build: Path) -> dict[str, float]:
 
 
 def estimate_cycles(build: Path, isa: str) -> dict[str, float]:
-    """Of the regions of tests/bench/regions.c, for a whole tile."""
+    """Cycles for a whole tile, from the regions of tests/bench/regions.c."""
     assembly = next(build.glob(f"CMakeFiles/regions_{isa}.dir/**/*.s"))
     text = output(LLVM_MCA, f"-mcpu={MACHINES[isa]}", "-json", assembly)
     found = {}
@@ -132,7 +132,7 @@ def main() -> None:
     for isa in MACHINES:
         cycles |= estimate_cycles(build, isa)
     version = re.search(r"LLVM version \S+", output(LLVM_MCA, "--version"))
-    assert version, f"{LLVM_MCA} tells no version"
+    assert version, f"{LLVM_MCA} prints no version"
     records = Records(
         compiler(build),
         f"llvm-mca, {version[0]}",

@@ -1,4 +1,4 @@
-"""The rows of the benchmark table: what runs, which figure of it counts, and what it has to reach."""
+"""The rows of the benchmark table: the command, the figure taken from it, and its goal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from bench import figures
 from bench.figures import Figure, Taken
 
 BITS = {"q4_0": 4.5, "q4_1": 5, "q8_0": 8.5, "q4_k": 4.625, "q6_k": 6.5625, "q4_k_m": 5.1}
-MADE = {  # how a model's file comes about; {file} is without its suffix
+MADE = {  # commands that make a model's file; {file} has no suffix
     "synth": ("cflow synth {shape} {file}.cflow",),
     "real": ("cflow convert {checkpoint} {file}.cflow --quant q4_0",),
     "gguf": (
@@ -38,9 +38,9 @@ class Source:
 
 @dataclass(frozen=True)
 class Row:
-    """command: as typed, {model} is the file. at_least: of the figure's ratio; where `beside` names a
-    row, of that row's ratio. at_most: of the figure itself. said: what stands behind the goal. copies:
-    of the model in memory at once."""
+    """command: as typed, with {model} for the file. at_least: goal for the figure's ratio, relative to
+    the ratio of the row `beside` if there is one. at_most: goal for the figure. said: explains the
+    goal. copies: of the model in memory at once."""
 
     name: str
     source: Source

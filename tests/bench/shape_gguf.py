@@ -1,5 +1,5 @@
-"""GGUF files of a shape of configs/shapes with random weights and no vocabulary: for other engines, and
-for encodings that `cflow synth` does not write.
+"""Writes GGUF files with random weights and no vocabulary from a shape of configs/shapes, for other
+engines and for encodings that `cflow synth` does not write.
 
     python -m bench.shape_gguf qwen2.5-1.5b q4_k out.gguf
 """
@@ -22,14 +22,14 @@ from cflow.engine.files.synth import load_shape
 
 Bytes = NDArray[np.uint8]
 
-MIXTURE = "q4_k_m"  # as llama.cpp's: q6_k where it matters most, q4_k elsewhere
+MIXTURE = "q4_k_m"  # as in llama.cpp: q6_k where precision matters most, q4_k elsewhere
 ENCODINGS = ("q4_0", "q4_1", "q8_0", "q4_k", "q6_k", MIXTURE)
 POOL_BLOCKS = 65_521  # a prime, so that tensors repeat out of step
 PIECE_BYTES = 1 << 26
-EMBEDDING_GAIN = 50  # beside one of size 1 the stream stays its token's own
+EMBEDDING_GAIN = 50  # so that layers do not drown the embedding and tokens route differently
 
-# Where the f16 fields of a block lie, and values that give weights of about 0.02. Signs are drawn block
-# by block: weights that are not 0 in the mean make all outputs alike, and routers always choose the same.
+# Offsets of the f16 fields of a block, and values that give weights of about 0.02. Signs are drawn block
+# by block: if the mean were not 0, all outputs would be alike and routers would always choose the same.
 SCALES: dict[str, dict[int, float]] = {
     "q4_0": {0: 0.004},
     "q4_1": {0: 0.004, 2: -7.5 * 0.004},
@@ -47,7 +47,7 @@ class Tensor(NamedTuple):
 
 
 def write(shape: str, encoding: str, out: Path) -> None:
-    """encoding: of all matrices but the router."""
+    """Writes out. encoding: of all matrices but the router."""
     spec = load_shape(shape)
     writer = GGUFWriter(out, spec.architecture)
     _add_keys(writer, spec)
@@ -122,7 +122,7 @@ def _encoding(encoding: str, role: str, layer: int, shape: tuple[int, ...]) -> s
 
 
 def _pool(encoding: str, kind: str, rng: np.random.Generator) -> Bytes:
-    """(POOL_BLOCKS, bytes of a block)."""
+    """Random blocks, (POOL_BLOCKS, bytes of a block), which tensors repeat."""
     if kind == "norm":
         return np.ones((POOL_BLOCKS, 1), "<f4").view(np.uint8)
     if kind == "router":
@@ -137,7 +137,7 @@ def _pool(encoding: str, kind: str, rng: np.random.Generator) -> Bytes:
 
 
 def _pieces(tensor: Tensor, pool: Bytes, start: int) -> Iterator[Bytes]:
-    """The bytes of a tensor, some of them at a time."""
+    """The bytes of a tensor, piece by piece."""
     block = GGML_QUANT_SIZES[GGMLQuantizationType[tensor.encoding.upper()]][0]
     end = start + math.prod(tensor.shape) // block
     step = PIECE_BYTES // pool.shape[1]

@@ -1,8 +1,11 @@
-"""What requests cost each other, over HTTP and with default settings: gaps between a stream's tokens
-while a long prompt is computed, the time to the first token of a question beside one and beside a
-batch, what each of two keys gets, and what a grammar costs a token. Prints JSON, times in milliseconds.
+"""What requests cost each other, over HTTP and with default settings. Prints JSON, times in ms.
 
-    PYTHONPATH=tests python -m bench.sharing model.cflow stream --prompt-tokens 4000
+stream    gaps between a stream's tokens while a long prompt is computed
+question  time to the first token of a question beside a long prompt, and beside a batch
+keys      tokens that each of two keys gets
+grammar   time that a grammar adds to a token
+
+PYTHONPATH=tests python -m bench.sharing model.cflow stream --prompt-tokens 4000
 """
 
 from __future__ import annotations
@@ -24,19 +27,19 @@ from harness.servers import Server, serving
 
 QUESTION = {"prompt": [1000, 1001, 1002, 1003, 1004, 1005, 1006, 1007], "ignore_eos": True}
 N_PROMPTS = 1000
-PART = 250  # of them in a request, which takes 256 at most
+PART = 250  # prompts of a request, which takes at most 256
 KEYS = ("first", "second")
 
 
 class Client:
-    """Asks over a connection of its own each time, and notes when tokens arrive."""
+    """Asks over a new connection each time, and notes when tokens arrive."""
 
     def __init__(self, server: Server, key: str = KEYS[0]) -> None:
         self._port = server.port
         self._key = key
 
     async def tokens(self, **fields: Any) -> AsyncIterator[float]:
-        """When each chunk with text arrived."""
+        """The time at which each chunk with text arrives."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self._port, limit=1 << 20)
         body = json.dumps(QUESTION | {"temperature": 0, "stream": True} | fields).encode()
         head = (
@@ -55,7 +58,7 @@ class Client:
             writer.close()
 
     async def first_token(self) -> float:
-        """Milliseconds until it."""
+        """Milliseconds until the first token."""
         started = time.perf_counter()
         async with aclosing(self.tokens(max_tokens=1)) as tokens:
             async for arrived in tokens:
@@ -82,7 +85,7 @@ def random_prompt(seed: int, n: int) -> list[int]:
 
 
 async def beside_a_prompt(server: Server, args: argparse.Namespace) -> dict[str, Any]:
-    """Gaps of a stream alone, and from the moment a long prompt was sent until its first token."""
+    """Gaps of a stream alone, and between the sending of a long prompt and its first token."""
     found: dict[str, Any] = {"alone": [], "beside": [], "prompt_s": []}
     for turn in range(args.turns):
         arrivals: list[float] = []
@@ -109,7 +112,7 @@ async def beside_a_prompt(server: Server, args: argparse.Namespace) -> dict[str,
 
 
 async def questions(server: Server, n: int) -> list[float]:
-    """Times to the first tokens of so many, half a second apart."""
+    """Times to the first token of n questions, half a second apart."""
     times = []
     for _ in range(n):
         times.append(await Client(server).first_token())
@@ -118,7 +121,7 @@ async def questions(server: Server, n: int) -> list[float]:
 
 
 async def a_question(server: Server, args: argparse.Namespace) -> dict[str, Any]:
-    """Alone, beside a long prompt that no stream holds up, and while 1,000 prompts wait."""
+    """Alone, beside a long prompt that no stream delays, and while 1,000 prompts wait."""
     alone = await questions(server, args.turns)
     prompt = random_prompt(0, args.prompt_tokens)
     long = asyncio.create_task(Client(server).count({KEYS[0]: 0}, prompt=prompt, max_tokens=1))
@@ -151,8 +154,8 @@ async def a_question(server: Server, args: argparse.Namespace) -> dict[str, Any]
 
 
 async def two_keys(server: Server, args: argparse.Namespace) -> dict[str, Any]:
-    """Tokens that each key gets in the same time, both with more to do than there is room for, once
-    the second has come; the first was there before."""
+    """Tokens that each key gets in the same time. Both ask for more than there is room for; the
+    second key joins while the first is being served."""
     counts = dict.fromkeys(KEYS, 0)
 
     def load(key: str, seed: int) -> asyncio.Task[None]:
@@ -177,7 +180,7 @@ async def two_keys(server: Server, args: argparse.Namespace) -> dict[str, Any]:
 
 
 async def a_grammar(server: Server, args: argparse.Namespace) -> dict[str, Any]:
-    """From a token to the next, without a grammar and with one, in turn."""
+    """Time from a token to the next, without a grammar and with one, in turn."""
     person = {
         "type": "object",
         "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
@@ -216,7 +219,7 @@ def main() -> None:
     with tempfile.NamedTemporaryFile("w") as keys:
         keys.write("\n".join(KEYS))
         keys.flush()
-        flags = ["--speculation", "off"]  # without guesses a chunk of a stream is a token
+        flags = ["--speculation", "off"]  # without drafts, a chunk of a stream is one token
         if args.measure == "keys":
             flags += ["--api-keys", keys.name]
         with serving(args.model, *flags) as server:

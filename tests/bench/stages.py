@@ -1,8 +1,8 @@
-"""Where the time of decode goes: the stages of a token by what they compute, beside the memory probe.
+"""Where the time of decode goes: a token's stages by what they compute, beside the memory probe.
 
-    python -m bench.stages x.cflow          a table; with --json what `make bench` keeps
+    python -m bench.stages x.cflow          a table; with --json, the form that `make bench` stores
 
-Each round decodes a few tokens between two probes of memory; figures are medians of the rounds.
+Each round decodes a few tokens between two probes of memory; figures are medians over rounds.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from cflow.engine.measure.bare import decode, open_stream
 from cflow.engine.measure.bench import PROBE_PASSES
 from cflow.engine.native import Context, Model, const
 
-ROUND_BYTES, ROUND_TOKENS = 8e9, 32  # a round reads so many weights, but has no more tokens
+ROUND_BYTES, ROUND_TOKENS = 8e9, 32  # limits of a round
 TILE = 128 * 256
 HEAD, REST = "head", "streams, norms"
-KINDS = {  # of ops by name: what they compute, and with which matrices
+KINDS = {  # by name of op: what it computes, and with which matrices
     "qkv": ("attention projections", ("Q", "K", "V")),
     "o": ("attention projections", ("O",)),
     "kv": ("attention", ()),
@@ -49,7 +49,7 @@ KINDS = {  # of ops by name: what they compute, and with which matrices
 
 @dataclass
 class Kind:
-    """Stages that compute the same, and what a token reads in them."""
+    """Stages that compute the same thing, and what a token reads in them."""
 
     stages: list[int] = field(default_factory=list)
     bytes: int = 0
@@ -59,9 +59,9 @@ class Kind:
 
 @dataclass(frozen=True)
 class Part:
-    """A kind of stages, a token. cycles: of one thread for a tile, by the time stamp counter.
-    model_cycles: what llvm-mca makes of that tile's inner loop, by the processor's clock. idle_us: a
-    stage, of a thread that waits for the others or has not yet noticed that they are done."""
+    """Figures of a kind of stages, for one token. cycles: of one thread for a tile, by the time stamp
+    counter. model_cycles: llvm-mca's estimate of that tile's inner loop, by the processor's clock.
+    idle_us: mean time in a stage that a thread waits for the others or to notice that they are done."""
 
     kind: str
     stages: int
@@ -77,8 +77,8 @@ class Part:
 class Profile:
     threads: int
     bytes: int
-    probe_gb_s: float  # the best of some passes
-    pass_gb_s: float  # of one
+    probe_gb_s: float  # the best of several passes
+    pass_gb_s: float  # of a single pass
     ms: float
     of_probe: float
     parts: list[Part]
@@ -88,7 +88,7 @@ class Profile:
 
 
 class Tiles:
-    """What the matrices of a model cost."""
+    """The number and cost of the tiles in a model's matrices."""
 
     def __init__(self, model: Model, isa: str) -> None:
         self._model = model
@@ -107,7 +107,7 @@ _ENCODINGS = {int(encoding): encoding.name.lower() for encoding in const.Encodin
 
 
 def kinds_of(model: Model, isa: str) -> dict[str, Kind]:
-    """By name, in the order of their first stage; a stage is named after its ops that read weights."""
+    """Kinds by name, in the order of their first stage. A stage is named after its ops that read weights."""
     plan, layers, tiles = model.plan, model.layers, Tiles(model, isa)
     ops = [(op, *KINDS.get(op.name.partition(".")[2], (REST, ()))) for op in model.ops]
     found: dict[str, Kind] = {}
@@ -130,7 +130,7 @@ def kinds_of(model: Model, isa: str) -> dict[str, Kind]:
 
 
 def time_stamp_hz() -> float:
-    """Linux tells it as bogomips, of two cycles each."""
+    """Rate of the time stamp counter, which Linux reports as bogomips of two cycles each."""
     found = re.search(r"bogomips\s*:\s*([\d.]+)", Path("/proc/cpuinfo").read_text())
     return float(found[1]) * 1e6 / 2 if found else float("nan")
 
@@ -139,8 +139,8 @@ def time_stamp_hz() -> float:
 class Round:
     """ns and idle_ns: (n_stages + 2,), of all its tokens."""
 
-    gb_s: float  # the probes beside it, each the best of its passes
-    pass_gb_s: float  # a pass alone
+    gb_s: float  # mean of the probes before and after it
+    pass_gb_s: float  # of a single pass
     seconds: float
     ns: Any
     idle_ns: Any
@@ -169,7 +169,7 @@ def profile(path: Path, threads: int, rounds: int) -> Profile:
     plan = model.plan
     n = min(-int(-ROUND_BYTES // plan.bytes_per_token), ROUND_TOKENS)
     context = open_stream(model, n, threads=threads)
-    for _ in decode(context, [[1]]):  # everything has been touched once
+    for _ in decode(context, [[1]]):  # touches everything once
         pass
     found = list(measure(model, context, threads, n, rounds))
     kinds = kinds_of(model, context.isa)
@@ -219,7 +219,7 @@ COLUMNS = (
 
 
 def rows(found: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Of a table with COLUMNS: the parts, then the whole token. found: a Profile as JSON."""
+    """Rows under COLUMNS: the parts, then the whole token. found: a Profile as JSON."""
     for part in found["parts"]:
         cycles, model = part["cycles"], part["model_cycles"]
         yield (

@@ -1,11 +1,11 @@
-"""The benchmark table: measures its rows, one model after the other, and writes docs/benchmarks.md.
+"""Measures the rows of the benchmark table, model by model, and writes docs/benchmarks.md.
 
-    make bench                                   every row: some 12 minutes on a quiet machine
-    make bench FLAGS='--only "decode olmoe*"'    some rows; figures of the others stay
-    make bench FLAGS=--list                      what there is
+    make bench                                   every row: some 12 minutes on an idle machine
+    make bench FLAGS='--only "decode olmoe*"'    some rows; the other figures stay
+    make bench FLAGS=--list                      lists the rows
 
-Models are made in build/bench/models, and removed when their rows are done. A row that the memory or
-the disk has no room for is left out, and the page says so.
+Models are made in build/bench/models and removed when their rows are done. A row for which memory or
+disk is too small is left out, and the page says so.
 """
 
 from __future__ import annotations
@@ -40,9 +40,7 @@ ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "docs" / "results" / "benchmarks.json"
 PAGE = ROOT / "docs" / "benchmarks.md"
 PROGRAMS = {"cflow": [sys.executable, "-P", "-m", "cflow.server"], "python": [sys.executable, "-P"]}
-MORE_BYTES = (
-    2_500_000_000  # that a run takes beside the weights: the probe, keys and values, Python
-)
+MORE_BYTES = 2_500_000_000  # of a run besides weights: the probe, keys and values, Python
 
 
 class NotHere(Exception):
@@ -53,26 +51,26 @@ class NotHere(Exception):
 
 
 def run(command: str) -> str:
-    """What a command of the table prints."""
+    """The output of a command of the table. NotHere: it fails."""
     program, *arguments = shlex.split(command)
     environment = os.environ | {"PYTHONPATH": str(ROOT / "tests")}
     whole = [*PROGRAMS.get(program, [program]), *arguments]
     done = subprocess.run(whole, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT)
     if done.returncode:
         typed = command.replace(f"{ROOT}/", "")
-        raise NotHere(f"`{typed}` ended with {done.returncode}")
+        raise NotHere(f"`{typed}` failed with status {done.returncode}")
     return done.stdout
 
 
 def file_bytes(source: Source) -> int:
-    """About; before there is a file."""
+    """Approximate size, known before the file is made."""
     if source.made == "bundled":
         return hub.BUNDLED_FILE.stat().st_size
     return int(load_shape(source.shape).n_parameters() * BITS[source.encoding] / 8)
 
 
 def disk_bytes(source: Source) -> int:
-    """While it is made; a GGUF file is there beside what it is converted to."""
+    """Disk space needed to make it; a GGUF file exists beside its conversion."""
     return 0 if source.made == "bundled" else file_bytes(source) * len(MADE[source.made])
 
 
@@ -89,7 +87,7 @@ def making(source: Source, folder: Path) -> list[str]:
 
 @contextmanager
 def model(source: Source, folder: Path) -> Iterator[Path]:
-    """Its .cflow file. It is removed in the end, like a .gguf file beside it that it was made from."""
+    """Makes the .cflow file and removes it in the end, with the .gguf file that it was made from."""
     if source.made == "bundled":
         yield hub.BUNDLED_FILE
         return
@@ -121,7 +119,7 @@ def multiplied(threads: int) -> float:
 
 
 def measure(rows: list[Row], path: Path, found: dict[str, dict[str, Any]]) -> None:
-    """Rows of one model; those with the same command share a run."""
+    """Measures the rows of one model; rows with the same command share a run."""
 
     @cache
     def taken(command: str) -> Taken:
@@ -170,7 +168,7 @@ def result(row: Row, taken: Taken, figure: Figure, found: dict[str, Any]) -> dic
 
 
 def judge(row: Row, figure: Figure, found: dict[str, Any]) -> tuple[str, bool | None]:
-    """The goal in words, and whether it is met; None where there is none, or nothing to compare with."""
+    """The goal in words, and whether it is met; None without a goal or without the row to compare with."""
     said = f" ({row.said})" if row.said and not row.beside else ""
     if row.at_most is not None:
         return f"≤ {row.at_most:g} {figure.unit}{said}", figure.runs["median"] <= row.at_most
@@ -192,7 +190,7 @@ def machine_text() -> str:
 
 
 def load() -> dict[str, Any]:
-    """Earlier figures, if they are of this machine."""
+    """Earlier figures if they were measured on this machine, else empty ones."""
     empty = {"machine": machine_text(), "rows": {}, "profiles": {}, "peers": {}}
     if not RESULTS.exists():
         return empty
@@ -211,14 +209,18 @@ def save(results: dict[str, Any]) -> None:
 def wanted(patterns: list[str]) -> list[Row]:
     rows = [row for row in ROWS if any(fnmatch(row.name, pattern) for pattern in patterns)]
     if not rows:
-        raise SystemExit(f"no row is called {' or '.join(patterns)}; --list shows them")
+        raise SystemExit(f"no row matches {' or '.join(patterns)}; --list lists the rows")
     return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="measure the benchmark table")
     parser.add_argument(
-        "--only", nargs="+", default=["*"], metavar="NAME", help="* and ? stand for any"
+        "--only",
+        nargs="+",
+        default=["*"],
+        metavar="NAME",
+        help="rows to measure, with wildcards * and ?; default: all",
     )
     parser.add_argument("--list", action="store_true", help="show the rows and their commands")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "bench" / "models")

@@ -1,4 +1,4 @@
-"""The hot kernels against the instructions that docs/results/kernels.json says they take."""
+"""Instructions of the hot kernels against those in docs/results/kernels.json."""
 
 import json
 import shutil
@@ -47,4 +47,4 @@ def test_no_kernel_takes_more_instructions_than_recorded(build: Path) -> None:
         for job, count in found.items()
         if count > 1.02 * recorded["instructions"][job]
     }
-    assert not grown, f"{grown}; `make records` writes new ones, if that is meant"
+    assert not grown, f"{grown}; `make records` records new counts, if this is intended"

@@ -1,4 +1,4 @@
-"""Profiles of decode: every stage and every byte counted once, tiles by hand, what a table shows."""
+"""Profiles of decode: every stage and byte counts once; tiles and the table by hand."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The benchmark table: files for other engines, figures by hand, verdicts, and one row from end to end.
-How fast anything is asserts nobody."""
+"""The benchmark table: files for other engines, figures by hand, verdicts, and rows from end to end.
+No test asserts a speed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def shape(folder: Path, architecture: str, d_model: int = 256, **layer: Any) -> 
 
 @pytest.mark.parametrize("encoding", shape_gguf.ENCODINGS)
 def test_files_for_other_engines(encoding: str, tmp_path: Path) -> None:
-    """By gguf's own reader: all parameters in the encoding; by the engine: logits that are finite."""
+    """gguf's own reader finds all parameters in the encoding; the engine computes finite logits."""
     small = shape(tmp_path, "qwen2", qkv_bias=True, d_ff=512)
     shape_gguf.write(small, encoding, tmp_path / "x.gguf")
     tensors = {t.name: t for t in GGUFReader(tmp_path / "x.gguf").tensors}
@@ -136,7 +136,7 @@ def test_every_row_can_be_run_alone() -> None:
 
 
 def test_rows_from_their_file_to_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a model, by one run; nothing is left of it, and the figure of another row stays."""
+    """One run serves two rows of a model; its files are removed, and the figure of another row stays."""
     command = "python -m bench.beside {model} engine --tokens 8 --rounds 1"
     source = Source(shape(tmp_path, "qwen2", qkv_bias=True, d_ff=512), made="gguf")
     monkeypatch.setattr(Source, "name", "small")

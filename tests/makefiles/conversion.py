@@ -32,7 +32,7 @@ def tensor(builder: GgufBuilder, name: str) -> Tensor:
 
 
 def vocabulary(builder: GgufBuilder, pre: str = "gpt-2") -> GgufBuilder:
-    """A GGUF vocabulary of 8 tokens: the last one pads."""
+    """Adds a GGUF vocabulary of 8 tokens, the last of them padding."""
     return keys(
         builder,
         ("tokenizer.ggml.model", "s", "gpt2"),

@@ -1,4 +1,4 @@
-"""GGUF files byte by byte, also wrong ones: nothing here is shared with the reader."""
+"""GGUF files byte by byte, valid and invalid. Shares no code with the reader."""
 
 import struct
 from dataclasses import dataclass, field
@@ -79,7 +79,7 @@ class GgufBuilder:
 def tiny_llama(
     seed: int = 0, *, type_: int = 0, d_model: int = 64, n_layers: int = 2, vocab: int = 64
 ) -> GgufBuilder:
-    """A whole llama of 4 heads and 2 KV heads; matrices of a GGML float type."""
+    """A complete llama with 4 heads and 2 KV heads. type_: GGML float type of the matrices."""
     rng = np.random.default_rng(seed)
     dtype = {0: np.float32, 1: np.float16}[type_]
 

@@ -1,4 +1,4 @@
-"""Safetensors shards byte by byte, and whole Hugging Face folders of a tiny llama."""
+"""Safetensors shards byte by byte, and complete Hugging Face folders of a tiny llama."""
 
 import json
 import struct

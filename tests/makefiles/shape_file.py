@@ -1,4 +1,4 @@
-"""Models with random weights, of a shape that a test writes down."""
+"""Models with random weights, of a shape given by a test."""
 
 import json
 from pathlib import Path
@@ -19,8 +19,8 @@ def synth_model(
     tied: bool = False,
     **layer: Any,
 ) -> Path:
-    """Writes path, in the order that its suffix says. heads: of queries, of keys and values, and their
-    width. layer: the other fields of [layer]."""
+    """Writes path, in the order given by its suffix. heads: number of query heads and of KV heads, and
+    their width. layer: further fields of [layer]."""
     n_heads, n_kv_heads, head_dim = heads
     model = {
         "architecture": architecture,
@@ -42,5 +42,5 @@ def synth_model(
 
 
 def _fields(values: dict[str, Any]) -> str:
-    """Numbers, texts and truth values are in TOML as in JSON."""
+    """Lines of TOML, which writes numbers, strings and booleans as JSON does."""
     return "".join(f"{name} = {json.dumps(value)}\n" for name, value in values.items())

@@ -1,4 +1,4 @@
-/* A disk that misbehaves as bad_disk.py says: preloaded, it stands before pread of one file. */
+/* A disk that misbehaves as bad_disk.py tells it to. Preloaded, it wraps pread for one file. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -16,12 +16,12 @@ enum { WELL, FAILS, IS_CUT, ALTERS, WAITS, HANGS };
 
 typedef struct { /* shared with the test, which changes it while we run */
     uint64_t device, inode;
-    uint64_t begin, end;   /* a mood strikes reads that start in here */
-    _Atomic int64_t times; /* how often it still does; below 0: always */
+    uint64_t begin, end;   /* strikes reads that start in this range */
+    _Atomic int64_t times; /* strikes left; below 0: no limit */
     _Atomic int64_t n_struck, n_hanging;
     _Atomic int32_t kind;
     int32_t value; /* FAILS: errno; WAITS: milliseconds */
-    /* And of all reads, in percent: */
+    /* Of all reads, in percent: */
     int32_t interrupted, short_, delayed;
     int32_t delay_ms; /* at most */
 } moods;

@@ -1,4 +1,4 @@
-"""A disk that misbehaves: what a process reads of one file with pread, as bad_disk.c does it."""
+"""A disk that misbehaves: bad_disk.c, preloaded, alters what a process reads of one file with pread."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Moods(ctypes.Structure):
 
 
 class BadDisk:
-    """Well when made. environment: of the processes that get to feel it."""
+    """Healthy at first. environment: for the processes that are to be affected."""
 
     def __init__(self, file: Path, folder: Path) -> None:
         library, moods = folder / "bad_disk.so", folder / "moods"
@@ -55,7 +55,7 @@ class BadDisk:
         error: int = errno.EIO,
         wait_ms: int = 0,
     ) -> None:
-        """So many reads that start in begin..end, -1: all of them, until heal()."""
+        """Strikes the next `times` reads that start in begin..end (-1: all) until heal()."""
         self.heal()
         moods = self._moods
         moods.n_struck, moods.times, moods.begin, moods.end = 0, times, begin, end
@@ -65,13 +65,13 @@ class BadDisk:
     def disturb(
         self, *, interrupted: int = 0, short: int = 0, delayed: int = 0, delay_ms: int = 0
     ) -> None:
-        """So many percent of all reads, each as it comes."""
+        """Disturbs a random share of all reads; interrupted, short and delayed are in percent."""
         moods = self._moods
         moods.n_struck, moods.interrupted, moods.short = 0, interrupted, short
         moods.delay_ms, moods.delayed = delay_ms, delayed
 
     def heal(self) -> None:
-        """No mood, and whoever hangs goes on."""
+        """Stops striking; reads that hang go on."""
         self._moods.kind = Kind.WELL
         while self.n_hanging:
             time.sleep(0.002)

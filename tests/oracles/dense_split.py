@@ -1,5 +1,5 @@
-"""Writes the first layers of a dense model anew, as they are and with each FFN cut into experts that
-are all active with weight 1: the same function through the expert path."""
+"""Rewrites the first layers of a dense model, unchanged or with each FFN cut into experts that are all
+active with weight 1: the same function through the expert path."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ BEFORE_FFN = "norm1 q q_bias q_norm k k_bias k_norm v v_bias o o_bias norm2".spl
 
 
 def write(model: ModelFile, path: Path, n_layers: int, n_experts: int = 0) -> Path:
-    """n_experts 0: dense as it was; else a power of two, so that routing weights are exact."""
+    """n_experts: 0 for dense, or a power of two, so that routing weights are exact."""
     layers = model.layers[:n_layers]
     blocks = [layer["block"] for layer in layers]
     runs = [*weights(model, MODEL_LEVEL, ["embedding"])]

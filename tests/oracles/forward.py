@@ -1,4 +1,4 @@
-"""The forward pass, slow and obvious, in float64: every feature a layer record can name.
+"""The forward pass, slow and obvious, in float64, with every feature of a layer record.
 
 Equations: docs/architecture.md for the stock parts; delayed experts and dense sources follow
     x_mid = x_in + s attention(norm1(x_in))                  s = residual_scale
@@ -52,7 +52,7 @@ class Forward:
         self.logits = self.head(streams[-1])
 
     def make(self, name: str, value: Array) -> Array:
-        """Records what an op computed and returns what the next op is to read."""
+        """Records what an op computed; returns the value for the next op to read."""
         self.values[name] = value
         return self.given.get(name, value)
 
@@ -244,7 +244,7 @@ def softmax(x: Array) -> Array:
 
 
 def rounded_to_int8(x: Array) -> Array:
-    """x through the engine's int8 codes: per 32 columns, scale amax / 127, in float32 as it does."""
+    """x rounded to the engine's int8 codes: scale amax / 127 for each 32 columns, in float32."""
     n, n_cols = x.shape
     padded = np.zeros((n, -(-n_cols // 32) * 32), np.float32)
     padded[:, :n_cols] = x
@@ -257,14 +257,14 @@ def rounded_to_int8(x: Array) -> Array:
 
 
 def rope_frequencies(layer: dict[str, Any]) -> Array:
-    """Radians a position turns each pair, (rope_dim / 2,)."""
+    """Radians by which one position rotates each pair, (rope_dim / 2,)."""
     pairs = np.arange(0, layer["rope_dim"], 2)
     frequency = layer["rope_base"] ** (-pairs / layer["rope_dim"])
     factor = layer["rope_factor"]
     if layer["rope_scaling"] == 1:
         return np.asarray(frequency / factor)
     if layer["rope_scaling"] == 2:
-        # Llama 3.1: long waves are slowed by factor, short ones kept, between them a ramp
+        # Llama 3.1: long waves are slowed by factor, short ones kept, with a ramp in between
         turns = layer["rope_original_context"] * frequency / (2 * math.pi)
         low, high = layer["rope_low_freq"], layer["rope_high_freq"]
         kept = np.clip((turns - low) / (high - low), 0, 1)

@@ -1,6 +1,7 @@
-"""Reads llama2.c checkpoints (stories260K) into a transformers model, so that the ordinary converter
-takes them. Layout of the file: run.c of llama2.c, version 0; its RoPE turns neighbouring pairs, so Q
-and K rows are put in half order for transformers."""
+"""Loads llama2.c checkpoints (stories260K) as a transformers model, for the ordinary converter.
+
+File layout: version 0, as in llama2.c's run.c. Its RoPE rotates neighbouring pairs, so rows of Q and K
+are reordered for transformers."""
 
 import struct
 from pathlib import Path
@@ -23,7 +24,7 @@ def in_half_order(weight: Array, n_heads: int) -> Array:
 
 
 class Reader:
-    """Takes f32 arrays off a buffer in order."""
+    """Reads f32 arrays from a buffer in order."""
 
     def __init__(self, data: bytes, offset: int) -> None:
         self.data, self.offset = data, offset

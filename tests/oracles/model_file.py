@@ -1,4 +1,4 @@
-"""An independent reader of .cflow files: struct offsets and nothing of the engine's."""
+"""An independent reader of .cflow files by struct offsets. Shares no code with the engine."""
 
 import json
 import struct
@@ -72,7 +72,7 @@ class ModelFile:
         return [dict(zip(names, values, strict=True)) for values in records]
 
     def record_offset(self, block: int, expert: int) -> int:
-        """Of an expert's record, from the start of the file."""
+        """Offset of an expert's record from the start of the file."""
         return int(self.sections[8][0] + self._experts[block, expert]["offset"])
 
     def has(self, block: int, role: str) -> bool:

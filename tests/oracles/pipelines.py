@@ -15,7 +15,7 @@ PROMPT = [(i * i + 3 * i) % SHAPE.vocab_size for i in range(70)]
 
 
 def build(arm: Arm, shape: Shape = SHAPE, seed: int = 0) -> Pipeline:
-    """In evaluation mode; no norm is 1, no gate 0, and every part weighs in the logits."""
+    """In evaluation mode. No norm is 1 and no gate 0, so that every part affects the logits."""
     model = build_arm(arm, shape).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

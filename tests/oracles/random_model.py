@@ -1,4 +1,4 @@
-"""Writes model files of random weights for any layer records, also ones no converter makes."""
+"""Writes model files of random weights for any layer records, even those that no converter makes."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,7 +37,7 @@ Floats = NDArray[np.float32]
 
 
 class RandomModel:
-    """Draws the weights that header and layers call for. One block per layer unless they share."""
+    """Random weights for a header and layers. Each layer has a block of its own unless they share one."""
 
     def __init__(self, layers: Sequence[dict[str, Any]], *, seed: int = 0, **header: Any) -> None:
         self.layers = [{**LAYER, "block": i, **layer} for i, layer in enumerate(layers)]
@@ -57,7 +57,7 @@ class RandomModel:
         self.encoding = "f32"
 
     def write(self, path: Path, encoding: str = "f32") -> Path:
-        """In the order that the suffix of path says."""
+        """Writes path, in the order given by its suffix."""
         self.encoding = encoding
         blocks = {layer["block"]: layer for layer in self.layers}
         d, vocab = self.header["d_model"], self.header["vocab_size"]
@@ -147,8 +147,8 @@ def token_bytes(n: int) -> bytes:
 def random_planes(
     generator: np.random.Generator, encoding: str, n_rows: int, n_cols: int, scale: float
 ) -> tiles.Planes:
-    """Weights of standard deviation about `scale`; quantised ones take any code and scale, also
-    those no quantiser makes."""
+    """Weights of standard deviation about `scale`. Quantised ones use all codes and scales, even those
+    that no quantiser makes."""
     form = tiles.FORMS[encoding]
     if form.bits > 8:
         noise = scale * generator.standard_normal((n_rows, n_cols), np.float32)

@@ -26,7 +26,7 @@ def opened(
     n_sequences: int = 4,
     **options: Any,
 ) -> Iterator[Context]:
-    """A context whose sequence i owns the i-th run of KV blocks, for prompts up to max_context."""
+    """A context whose sequence i owns the i-th range of KV blocks, for prompts up to max_context."""
     n_blocks = -(-max_context // KV_BLOCK)
     options = {"threads": 2, "kv_type": "f32" if as_f32 else "f16"} | options
     model = Model(
@@ -55,7 +55,7 @@ def opened(
 
 
 def rows(tokens: Sequence[int], first: int = 0, sequence: int = 0) -> list[Row]:
-    """One row with logits per token, from position `first`."""
+    """One row with logits for each token, from position `first`."""
     flags = const.CFLOW_ROW_LOGITS
     return [Row(sequence, t, first + i, flags) for i, t in enumerate(tokens)]
 
@@ -76,7 +76,7 @@ def logits(context: Context, tokens: Sequence[int], chunk: int = 64, sequence: i
 
 
 def greedy(context: Context, prompt: Sequence[int], n: int) -> list[int]:
-    """The n tokens greedy decoding adds; ties go to the smaller id."""
+    """The n tokens of greedy decoding after prompt; ties go to the smaller id."""
     last = logits(context, prompt)[-1]
     tokens: list[int] = []
     for position in range(len(prompt), len(prompt) + n):
@@ -100,6 +100,6 @@ def relative_error(got: NDArray[Any], want: NDArray[Any]) -> NDArray[np.float64]
 
 
 def centred_error(got: NDArray[Any], want: NDArray[Any]) -> NDArray[np.float64]:
-    """relative_error of rows less their means: what a softmax can see of it."""
+    """relative_error after subtracting row means, the part that a softmax depends on."""
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     return relative_error(got - got.mean(-1, keepdims=True), want - want.mean(-1, keepdims=True))

@@ -1,4 +1,4 @@
-"""Matrices out of stripes by index arithmetic, straight from docs/format.md."""
+"""Unpacks matrices from stripes by index arithmetic, as docs/format.md describes them."""
 
 from collections.abc import Callable
 from functools import cache, cached_property
@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 ENCODINGS = ("f32", "f16", "bf16", "q4_0", "q4_1", "q8_0", "q8_1", "q4_k", "q6_k")
 
-# Bytes a group has in a block, field by field, and at the start of each tile of 256 columns.
+# Bytes of a group's fields in a block, and at the start of each tile of 256 columns.
 BLOCK_FIELDS = {
     "f32": (2048,),
     "f16": (1024,),
@@ -28,8 +28,9 @@ Index = NDArray[np.int64]
 
 
 class Stripe:
-    """Where the parts of every element (row, column) of a stripe lie, as index arrays. They are the
-    same in all stripes of a matrix, and so made once."""
+    """Index arrays: where the parts of every element (row, column) of a stripe lie.
+
+    They are the same for all stripes of a matrix, so they are made once."""
 
     def __init__(self, encoding: str, stripe_rows: int, n_cols: int) -> None:
         self.groups, self.n_cols = stripe_rows // 16, n_cols
@@ -58,7 +59,7 @@ class Stripe:
         )
 
     def f16(self, data: Bytes, start: Index) -> Array:
-        """The 32 columns of a block have it in common."""
+        """A value that the 32 columns of a block share."""
         values = halves(data, start[:, ::32] + 2 * self.row)
         return np.asarray(np.repeat(values, 32, axis=1)[:, : self.n_cols])
 
@@ -131,7 +132,7 @@ VALUES: dict[str, Callable[[Stripe, Bytes], Array]] = {
 def unpack(
     data: Bytes, encoding: str, shape: tuple[int, int], stripe_rows: int, stride: int
 ) -> Array:
-    """The f64 values of a matrix of `shape` whose first stripe starts data."""
+    """The f64 values of a matrix of `shape`; data starts with its first stripe."""
     n_rows, n_cols = shape
     stripe = Stripe(encoding, stripe_rows, n_cols)
     n_stripes = -(-n_rows // stripe_rows)

@@ -29,14 +29,14 @@ BLOCK = 32
 LOGITS, SCORE = 1, 2
 EINVAL, NUMERIC, EIO = -1, -7, -3
 
-# Tokens that do something to the step they are in.
+# Tokens that affect the step they are in.
 RAISES, NOT_FINITE, HANGS = 1, 2, 3
 NO_EXPERT = 4  # needs an expert that cannot be read while is_disk_broken
-REPEATS = 5  # first of a text that mostly repeats what it said 20 tokens ago
+REPEATS = 5  # starts a text that mostly repeats the token of 20 positions before
 
 
 class ToyTokenizer:
-    """Letters are tokens: what grammars need of cflow.engine.text.tokenizer.Tokenizer."""
+    """One token a byte; the part of cflow.engine.text.tokenizer.Tokenizer that grammars use."""
 
     n_tokens = N_TOKENS
     eos_ids = (EOS,)
@@ -63,7 +63,7 @@ def digest(*values: object) -> int:
 
 
 def next_token(history: Sequence[int], seed: int, choice: int, index: int) -> int:
-    """A letter, or now and then the end."""
+    """A letter, or occasionally the end token."""
     value = digest(tuple(history), seed, choice, index)
     if history[0] == REPEATS and len(history) > 20 and value % 8:
         return history[-20]
@@ -75,7 +75,7 @@ def logprob(history: Sequence[int], target: int) -> float:
 
 
 def continuation(prompt: Sequence[int], sampling: SamplingParams, choice: int = 0) -> list[int]:
-    """The tokens of an answer, the end token included."""
+    """The tokens of an answer, including the end token."""
     history = [seen(token, sampling.n_experts) for token in prompt]
     answer: list[int] = []
     while len(answer) < sampling.max_tokens and answer[-1:] != [EOS]:
@@ -85,7 +85,7 @@ def continuation(prompt: Sequence[int], sampling: SamplingParams, choice: int = 
 
 
 def seen(token: int, n_experts: int) -> int:
-    """What the KV memory keeps of a token."""
+    """The value that KV memory stores for a token."""
     return token + 1000 * n_experts
 
 
@@ -131,7 +131,7 @@ class ToyContext:
         return StepResult(self._status(rows), scores, usage)
 
     def _status(self, rows: Sequence[Row]) -> list[int]:
-        """A row that lacks an expert spoils those that follow in its sequence, and their memory."""
+        """Status by row. A row that lacks an expert fails later rows of its sequence and spoils their memory."""
         status, spoilt = [], set()
         for i, row in enumerate(rows):
             if row.token == NO_EXPERT and self.is_disk_broken:

@@ -1,6 +1,6 @@
 """A real worker process around the toy model: `python toy_worker.py FD`.
 
-The model's name in the config is its settings: "step_s=0.01 n_blocks=64 load_s=1 fail=the reason".
+The model's name in the config holds the settings: "step_s=0.01 n_blocks=64 load_s=1 fail=the reason".
 """
 
 import logging
