@@ -1,7 +1,7 @@
-/* What the benchmarks share: weights in huge pages, and arms that are timed in turn.
+/* Shared by the benchmarks: weights in huge pages, and arms that are timed in turn.
  *
- * Times of a machine drift, so arms are compared round by round: every round runs each arm once.
- * One line of JSON an arm comes out, with the rate of every round.
+ * The speed of a machine drifts, so arms are compared round by round: each round runs every arm
+ * once. Prints a line of JSON for each arm, with the rate of every round.
  */
 #ifndef ARMS_H
 #define ARMS_H
@@ -46,7 +46,7 @@ static inline void print_arm(const arm *a, const char *group, int threads, const
     fflush(stdout);
 }
 
-/* One round to warm up, then `rounds` that count. */
+/* Runs a round to warm up, then `rounds` that count. */
 static inline void compare(const char *group, const arm *arms, int n_arms, pool *p, int rounds) {
     static double seconds[MAX_ARMS][MAX_ROUNDS];
     for (int round = -1; round < rounds; round++) {
@@ -87,7 +87,7 @@ static inline settings read_settings(int argc, char **argv) {
     return s;
 }
 
-/* Every byte 0x31: as codes and as f16 scales plain numbers. Lives until the end. */
+/* Every byte is 0x31, a valid code and half of a valid f16 scale. Never freed. */
 static inline uint8_t *new_weights(size_t bytes) {
     void *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED) FAIL("no memory for %zu bytes of weights", bytes);
@@ -96,7 +96,7 @@ static inline uint8_t *new_weights(size_t bytes) {
     return memory;
 }
 
-/* One row of activations, all codes 3. Lives until the end. */
+/* One row of activations, all codes 3. Never freed. */
 static inline activations new_row(size_t ld) {
     float *f = calloc(ld, sizeof *f), *scale = calloc(ld / 32, sizeof *scale);
     int8_t *q = malloc(ld);
@@ -115,7 +115,7 @@ typedef struct {
     const kernels *k;
     const uint8_t *weights;
     uint32_t n_stripes, n_blocks; /* a multiple of the threads; blocks of 32 columns */
-    const uint32_t *order;        /* (n_stripes,) which stripe comes when; NULL: as they lie */
+    const uint32_t *order;        /* (n_stripes,) order of the stripes; NULL: as they lie */
     uint32_t repeats;
     int threads;
     activations x;

@@ -1,9 +1,9 @@
-/* One product of a q4_0 matrix with one row, to be counted under cachegrind:
+/* One product of a q4_0 matrix with one row, for cachegrind to count:
  *
  *     cache_misses tiled|row_major|by_tile f32|int8 COLUMNS ROWS PASSES
  *
- * Matrix and row are made first; what PASSES 0 counts is that. Row-major is GGML's layout: 16 bytes
- * of codes behind an f16 scale, columns 0 to 15 in the low nibbles; it is walked row by row, or in
+ * Matrix and row are made first; PASSES 0 does only that. Row-major is GGML's layout: 16 bytes
+ * of codes behind an f16 scale, columns 0 to 15 in the low nibbles; it is read row by row, or in
  * the order of tiles. Tiled int8 is the engine's AVX2 kernel; the engine has no product of q4_0
  * with f32 activations, so tiled f32 is plain code in the same order. Prints the sum of output i
  * times i + 1, the same for all layouts.
@@ -15,7 +15,7 @@
 
 enum { BLOCK = 32, Q4_0_BLOCK_BYTES = 18 };
 
-/* Of the matrix: any formula will do. */
+/* The matrix; any formula will do. */
 static uint8_t code(uint32_t row, uint32_t col) {
     return (uint8_t)(((row * 5 + col * 3) ^ (col >> 4)) & 15);
 }

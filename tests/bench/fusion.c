@@ -1,4 +1,4 @@
-/* What it is worth that projections of one input share a pass: Q, K and V, and gate with up.
+/* The gain from projections of one input sharing a pass: Q, K and V, and gate with up.
  *
  *     fusion MIB THREADS ROUNDS     MIB: of the larger model's projections
  *

@@ -1,5 +1,5 @@
-/* An instruction set's kernels once more, with other prefetch hints than the engine's: to the
- * second level with T1_HINT, else none. The build names the SOURCE and renames its entry. */
+/* The kernels of an instruction set with other prefetch hints than the engine's: to the second
+ * level with T1_HINT, else none. The build names the SOURCE and renames its entry. */
 #include <immintrin.h>
 
 #ifdef T1_HINT

@@ -6,7 +6,7 @@
 
 enum { COLUMN_BLOCKS = 64, L2_STRIPES = 2, SCALAR_SHARE = 32 };
 
-/* The plain loops read a small part of the matrix: they are far from what memory can do. */
+/* The scalar kernel reads a small part of the matrix: it is far slower than memory. */
 static uint32_t share_of(const kernels *k) {
     return strcmp(k->isa, "scalar") == 0 ? SCALAR_SHARE : 1;
 }

@@ -1,5 +1,5 @@
-/* How many products of 8-bit numbers the threads can add up in a second with all of them in
- * registers: what no matrix product can exceed.
+/* How many products of 8-bit numbers the threads can add up in a second from registers: the upper
+ * bound of any matrix product.
  *
  *     multiply THREADS ROUNDS
  */
@@ -15,7 +15,7 @@ typedef struct {
     int lanes; /* products of one instruction */
 } unit;
 
-/* The factors are new to the compiler each time, so that every product is computed. */
+/* The compiler takes the factors for new each time, so that it computes every product. */
 __attribute__((target("avx2"))) static void multiply_avx2(void *arg, int thread) {
     (void)arg, (void)thread;
     __m256i w = _mm256_set1_epi8(1), x = _mm256_set1_epi8(2), sums[SUMS];

@@ -1,5 +1,5 @@
-/* What it is worth that weights lie in the order compute consumes them: the same products with the
- * pieces of the matrix in order and shuffled, whole stripes and single tiles, from RAM.
+/* The gain from weights that lie in the order in which they are used: the same products from RAM
+ * with the pieces of the matrix, whole stripes or single tiles, in order and shuffled.
  *
  *     order MIB THREADS ROUNDS
  */

@@ -1,7 +1,7 @@
-/* 32 rows of a block of every encoding, between marks, for llvm-mca to time: never run.
+/* 32 rows of a block of every encoding, between marks for llvm-mca. Never run.
  *
- * The build gives the instruction set's file as SOURCE. A region has 1 row of x or 3: what a row
- * more costs is half of what lies between.
+ * The build gives the instruction set's file as SOURCE. A region has 1 row of x or 3; the cost of
+ * one more row is half of the difference.
  */
 #include SOURCE
 

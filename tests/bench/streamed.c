@@ -1,11 +1,11 @@
-/* The engine decodes one stream whose layers come from disk, from a cold start. Built with its own
- * kernels (t0), and with those of hinted.c (t1, none).
+/* Decodes one stream with layers from disk, from a cold start. Built with the engine's own kernels
+ * (t0) and with those of hinted.c (t1, none).
  *
  *     streamed_HINT FILE MEMORY IO TOKENS THREADS LOGITS
  *
- * MEMORY: bytes for layers, 0: all stay in memory. IO: direct, or cached: through the page cache,
- * which holds nothing of FILE at first. One line of JSON comes out; the logits of all tokens,
- * floats, go to the file LOGITS.
+ * MEMORY: bytes for layers, or 0 to keep all in memory. IO: direct, or cached, through the page
+ * cache, from which FILE is evicted first. Prints a line of JSON and writes the logits of all
+ * tokens, as floats, to the file LOGITS.
  */
 #include <fcntl.h>
 #include <sys/resource.h>
@@ -21,7 +21,7 @@ enum { READS_AT_ONCE = 2, MAX_TOKENS = 1024 };
         if ((call) != CFLOW_OK) FAIL("%s", err.text);                                              \
     } while (0)
 
-/* What had been read, from the file and of that from storage. */
+/* Reads so far, from the file and, of those, from storage. */
 typedef struct {
     unsigned long long reads, bytes, storage_bytes;
 } counts;
@@ -37,7 +37,7 @@ static counts count(const cflow_model *model) {
 static void empty_page_cache(const char *path) {
     const int fd = open(path, O_RDONLY | O_CLOEXEC);
     if (fd < 0 || fsync(fd) || posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED))
-        FAIL("%s cannot be put out of the page cache", path);
+        FAIL("%s cannot be evicted from the page cache", path);
     close(fd);
 }
 
@@ -49,11 +49,11 @@ static cflow_model *open_model(const char *path, const char *memory, const char 
                              .expert_threads = READS_AT_ONCE,
                              .expert_timeout_s = 30,
                              .weights_memory = strtoull(memory, &end, 10)};
-    if (*memory == 0 || *end != 0) FAIL("MEMORY is %s: bytes are wanted", memory);
+    if (*memory == 0 || *end != 0) FAIL("MEMORY is %s: not a number of bytes", memory);
     if (strcmp(io, "cached") == 0)
         o.expert_io = CFLOW_IO_CACHED;
     else if (strcmp(io, "direct") != 0)
-        FAIL("IO is %s: direct or cached is wanted", io);
+        FAIL("IO is %s: neither direct nor cached", io);
     TRY(cflow_model_open(&model, &o, &err));
     return model;
 }
@@ -73,7 +73,7 @@ static cflow_ctx *open_stream(const cflow_model *model, int tokens, int threads)
     return ctx;
 }
 
-/* One step; returns its seconds. */
+/* Runs one step; returns its seconds. */
 static double decode(cflow_ctx *ctx, const cflow_header *h, int position, FILE *logits) {
     const cflow_row row = {.token = (37 * position + 11) % (int)h->n_tokens,
                            .position = position,

@@ -35,6 +35,11 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_the_page_shows_the_records() -> None:
+    recorded = records.Records(**json.loads(records.RECORDS.read_text()))
+    assert records.PAGE.read_text() == records.page(recorded)
+
+
 def test_no_kernel_takes_more_instructions_than_recorded(build: Path) -> None:
     recorded = json.loads(records.RECORDS.read_text())
     if records.compiler(build) != recorded["compiler"]:

@@ -167,6 +167,11 @@ def test_rows_from_their_file_to_the_page(tmp_path: Path, monkeypatch: pytest.Mo
     assert "| other | not measured: no time |" in text
 
 
+def test_the_committed_page_shows_the_committed_figures(tmp_path: Path) -> None:
+    page.write(json.loads(table.RESULTS.read_text()), tmp_path / "page.md")
+    assert (tmp_path / "page.md").read_text() == table.PAGE.read_text()
+
+
 def test_what_could_not_be_measured_is_said(tmp_path: Path) -> None:
     name = ROWS[0].name
     row = {"why_not": "19.0 GB of memory are needed", "date": "2026-11-30"}

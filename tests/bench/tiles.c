@@ -2,8 +2,8 @@
  *
  *     valgrind --tool=callgrind --toggle-collect=measured --dump-after=measured tiles
  *
- * A line a job comes out, in the order of the calls: the instruction set, what it does, its rows,
- * and of how many tiles (128 x 256), or blocks of 32 positions.
+ * Prints a line for each job, in the order of the calls: instruction set, what it does, its rows,
+ * and the number of tiles (128 x 256), or blocks of 32 positions.
  */
 #include "arms.h"
 

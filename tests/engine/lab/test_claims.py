@@ -128,7 +128,7 @@ def test_misses_are_the_lines_that_a_cache_cannot_keep(programs: Path, tmp_path:
         (["cache_misses", "tiled", "f32", "100", "128", "1"], "COLUMNS come in 256s"),
         (["streamed_t0", "x", "0", "direct", "2", "1"], "FILE MEMORY IO TOKENS THREADS LOGITS"),
         (["streamed_t1", "x", "0", "direct", "1", "1", "y"], "TOKENS is 1: a number from 2"),
-        (["streamed_none", "none/x", "0", "direct", "2", "1", "/dev/null"], "none/x cannot be put"),
+        (["streamed_none", "none/x", "0", "direct", "2", "1", "/dev/null"], "none/x cannot be evicted"),
     ],
 )
 def test_programs_refuse_what_they_cannot_do(
