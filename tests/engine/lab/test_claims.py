@@ -128,7 +128,10 @@ def test_misses_are_the_lines_that_a_cache_cannot_keep(programs: Path, tmp_path:
         (["cache_misses", "tiled", "f32", "100", "128", "1"], "COLUMNS come in 256s"),
         (["streamed_t0", "x", "0", "direct", "2", "1"], "FILE MEMORY IO TOKENS THREADS LOGITS"),
         (["streamed_t1", "x", "0", "direct", "1", "1", "y"], "TOKENS is 1: a number from 2"),
-        (["streamed_none", "none/x", "0", "direct", "2", "1", "/dev/null"], "none/x cannot be evicted"),
+        (
+            ["streamed_none", "none/x", "0", "direct", "2", "1", "/dev/null"],
+            "none/x cannot be evicted",
+        ),
     ],
 )
 def test_programs_refuse_what_they_cannot_do(
@@ -154,7 +157,9 @@ def test_a_missing_program_names_what_builds_it(tmp_path: Path) -> None:
 def test_a_failing_program_is_quoted(programs: Path, tmp_path: Path) -> None:
     (tmp_path / "build").mkdir()
     (tmp_path / "build/bench").symlink_to(programs)
-    with pytest.raises(LabError, match=r"failed with status 1: 1048576 bytes are less than a stripe"):
+    with pytest.raises(
+        LabError, match=r"failed with status 1: 1048576 bytes are less than a stripe"
+    ):
         Bench(tmp_path, replace(SMALL, mib=1), 64).groups("order")
 
 
