@@ -6,7 +6,6 @@ the GIL. Only one thread at a time may use a context, except for cancel() and st
 
 from __future__ import annotations
 
-import json
 import os
 import struct
 from collections import Counter
@@ -26,6 +25,7 @@ from numpy.typing import NDArray
 from cflow.engine._native import ffi, lib
 from cflow.engine.base.errors import EngineError, ModelError
 from cflow.engine.base.limits import EXPERT_READS
+from cflow.engine.base.model_header import parse_metadata_json
 from cflow.engine.base.native_types import (
     Choice,
     Header,
@@ -282,22 +282,11 @@ class Model:
 
     @property
     def metadata(self) -> dict[str, Any]:
-        try:
-            metadata = json.loads(self.section(const.SectionId.METADATA))
-        except (ValueError, RecursionError) as error:
-            raise ModelError(f"{self.path}: the metadata is not JSON: {error}") from error
-        if not isinstance(metadata, dict):
-            raise ModelError(f"{self.path}: the metadata is not a JSON object")
-        return metadata
+        return parse_metadata_json(self.path, self.section(const.SectionId.METADATA))
 
     @property
     def token_bytes(self) -> TokenBytes:
-        section = self.section(const.SectionId.TOKEN_BYTES)
-        (count,) = struct.unpack_from("<I", section)
-        ends = struct.unpack_from(f"<{count}I", section, 4)
-        flags, data = section[4 + 4 * count :][:count], section[4 + 5 * count :]
-        starts = (0, *ends[:-1])
-        return TokenBytes((data[a:b] for a, b in zip(starts, ends, strict=True)), flags)
+        return TokenBytes.parse(self.section(const.SectionId.TOKEN_BYTES))
 
     @property
     def plan(self) -> PlanInfo:

@@ -191,7 +191,7 @@ class EngineCollector(Collector):
             ("cflow_read_bytes", stats.read_bytes, "Weight bytes streamed."),
             ("cflow_steps", stats.steps, "Forward steps."),
             ("cflow_step_seconds", stats.step_s, "Time spent in steps."),
-            ("cflow_worker_restarts", self._engine.restarts, "Worker restarts."),
+            ("cflow_worker_restarts", self._engine.status.restarts, "Worker restarts."),
         )
         cancelled = {p: getattr(stats, f"cancelled_{p}") for p in ("queue", "prefill", "decode")}
         text = "Requests cancelled, by phase."
@@ -224,7 +224,7 @@ class EngineCollector(Collector):
         return family
 
     def _gauges(self) -> Iterator[Metric]:
-        stats, ready = self._engine.stats, self._engine.ready
+        stats, ready = self._engine.stats, self._engine.status.ready
         used = stats.n_kv_used / stats.n_kv_blocks if stats.n_kv_blocks else 0.0
         huge = ready.huge_bytes / ready.resident_bytes if ready and ready.resident_bytes else 0.0
         yield from self._plain(
@@ -242,7 +242,7 @@ class EngineCollector(Collector):
         )
 
     def _memory(self) -> Metric:
-        ready = self._engine.ready
+        ready = self._engine.status.ready
         n_bytes = {
             "weights": ready.resident_bytes - ready.expert_bytes if ready else 0,
             "expert_cache": ready.expert_bytes if ready else 0,
@@ -272,7 +272,7 @@ class EngineCollector(Collector):
 
     def _disk(self) -> Iterator[Metric]:
         """Reads of weights from disk; all zero if every weight is in memory."""
-        found, ready = self._engine.stats.disk, self._engine.ready
+        found, ready = self._engine.stats.disk, self._engine.status.ready
         tiers = {weights: found.get(weights, DiskStats()) for weights in ("experts", "layers")}
         yield from self._reads(tiers)
         experts, layers = tiers.values()

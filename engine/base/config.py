@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from cflow.engine.base.errors import ConfigError
+from cflow.engine.base.errors import ConfigError, EngineError
 from cflow.engine.base.limits import EXPERT_READS, MAX_DRAFTS
 
 KV_TYPES = ("f16", "f32", "bf16", "q8")
@@ -96,6 +96,13 @@ class EngineConfig:
         if self.speculation == "off":
             return self.max_sequences
         return max(self.max_sequences, min(MAX_DRAFTS + 1, self.max_step_tokens))
+
+    def check_context(self, model_context: int) -> int:
+        """The context that is set, else the model's. Raises EngineError if it exceeds the model's."""
+        if self.context is not None and self.context > model_context:
+            message = f"context {self.context} exceeds the model's own ({model_context}); lower it"
+            raise EngineError("invalid_request", message)
+        return self.context or model_context
 
 
 def read_share(text: str) -> float:

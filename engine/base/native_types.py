@@ -5,6 +5,7 @@ Most mirror structs of native/include/cflow.h, which explains each field; a test
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -184,6 +185,15 @@ class TokenBytes(list[bytes]):
     def __init__(self, tokens: Iterable[bytes], flags: bytes) -> None:
         super().__init__(tokens)
         self._flags = flags
+
+    @classmethod
+    def parse(cls, section: bytes) -> TokenBytes:
+        """From the token-bytes section of a model file that has been checked (docs/format.md)."""
+        (count,) = struct.unpack_from("<I", section)
+        ends = struct.unpack_from(f"<{count}I", section, 4)
+        flags, data = section[4 + 4 * count :][:count], section[4 + 5 * count :]
+        starts = (0, *ends[:-1])
+        return cls((data[a:b] for a, b in zip(starts, ends, strict=True)), flags)
 
     def is_special(self, token: int) -> bool:
         return bool(self._flags[token] & 1)

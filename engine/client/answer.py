@@ -1,4 +1,4 @@
-"""One request as its caller sees it: an iterator that ends, or raises, exactly once."""
+"""The answer to one prompt: an iterator that ends, or raises, exactly once."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from cflow.engine.base.messages import Delta, Progress
 
 
 class Outbox:
-    """What has come for a request and was not read yet; at most its max_tokens for each choice."""
+    """Events of an answer that have arrived and were not read; at most max_tokens for each choice."""
 
     __slots__ = ("_events", "_waiter", "error", "key", "n_ahead", "n_open")
 
     def __init__(self, n_choices: int, key: str = "") -> None:
-        self.key = key  # whose request
-        self.n_open = n_choices  # choices without a Finish
+        self.key = key  # of the API key that it belongs to
+        self.n_open = n_choices  # choices that have not finished
         self.error: EngineError | None = None
         self.n_ahead: int | None = None  # in the queue
         self._events: deque[Delta | Progress] = deque()
@@ -42,7 +42,8 @@ class Outbox:
             self._waiter.set_result(None)
 
     async def get(self) -> Delta | Progress:
-        """The next event; after the last EngineError if the request failed, StopAsyncIteration else."""
+        """The next event. After the last one, raises EngineError if the request failed, else
+        StopAsyncIteration."""
         while not self._events:
             if self.error is not None:
                 raise self.error
@@ -56,12 +57,8 @@ class Outbox:
         return self._events.popleft()
 
 
-class Answer:
-    """Deltas of all choices as they come, with Progress while the prompt is computed. Ends when
-    every choice has finished; EngineError if the request fails. For one reader.
-
-    Call cancel() in a `finally`; an answer that nobody holds any more cancels itself.
-    """
+class LocalAnswer:
+    """An `Answer` from the worker of this machine. Cancels itself when nobody holds it any more."""
 
     def __init__(self, request_id: int, outbox: Outbox, cancel: Callable[[int], None]) -> None:
         self.request_id = request_id
@@ -70,17 +67,15 @@ class Answer:
 
     @property
     def n_ahead(self) -> int | None:
-        """Requests that go first, while this one waits and as far as is known."""
         return self._outbox.n_ahead
 
-    def __aiter__(self) -> Answer:
+    def __aiter__(self) -> LocalAnswer:
         return self
 
     async def __anext__(self) -> Delta | Progress:
         return await self._outbox.get()
 
     def cancel(self) -> None:
-        """The engine stops working on it. No effect once it is over."""
         if not self._outbox.is_over:
             self._cancel(self.request_id)
 

@@ -1,29 +1,37 @@
-"""What is known of a model before it is loaded: read from its file's header."""
+"""What is known of a model before it is loaded, read from its file by a process that may crash."""
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from cflow.engine.base.config import EngineConfig
+from cflow.engine.base.errors import EngineError, ModelError
 from cflow.engine.base.metadata import Metadata, parse_metadata
-from cflow.engine.memory.capacity import check_context
-from cflow.engine.native import Model, const
+from cflow.engine.base.model_header import HeaderError, ModelHeader, decode_header
 from cflow.engine.text.dialect import Dialect
 from cflow.engine.text.grammar import GrammarChecker
 from cflow.engine.text.template import ChatTemplate
 from cflow.engine.text.tokenizer import Tokenizer
 
+READER = (sys.executable, "-P", "-m", "cflow.engine.worker.read_header")
+
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    name: str  # as clients call it
+    """created: of the file, in seconds since 1970. n_experts, top_k: of a layer."""
+
+    name: str  # for clients
     path: str
     digest: str  # of the file
-    context: int  # positions a sequence may have; the worker may have to lower it
+    context: int  # positions of a sequence; the worker may have to lower it
     n_params: int
-    created: int  # of the file, in seconds since 1970
+    created: int
     metadata: dict[str, Any]
     tokenizer: Tokenizer
     template: ChatTemplate | None
@@ -31,36 +39,54 @@ class ModelCard:
     grammars: GrammarChecker
     vocab_size: int
     n_layers: int
-    n_experts: int  # of a layer
+    n_experts: int
     top_k: int
-    bytes_per_token: int  # of weights
+    bytes_per_token: int  # weights read for one token
 
 
 def read_card(config: EngineConfig) -> ModelCard:
-    """ModelError if the file cannot be used, EngineError if the config asks too much of it."""
-    model = Model(config.model, header_only=True)
-    header, layers, metadata = model.header, model.layers, model.metadata
-    known = parse_metadata(metadata, header.n_tokens)
-    tokenizer = Tokenizer(model.section(const.SectionId.TOKENIZER), model.token_bytes, metadata)
+    """Raises ModelError if the file cannot be used, EngineError if it does not fit the config."""
+    header = read_header(config.model)
+    metadata = header.metadata
+    known = parse_metadata(metadata, len(header.token_bytes))
+    tokenizer = Tokenizer.of(header)
     n_params = metadata.get("parameters")
     return ModelCard(
         name=config.served_name or known.name,
         path=config.model,
-        digest=model.digest,
-        context=check_context(config, header.context),
+        digest=header.digest,
+        context=config.check_context(header.context),
         n_params=n_params if isinstance(n_params, int) else 0,
-        created=int(Path(config.model).stat().st_mtime),
+        created=header.created,
         metadata=metadata,
         tokenizer=tokenizer,
         template=_template(known, tokenizer),
         dialect=Dialect.of(known.chat_template or ""),
-        grammars=GrammarChecker(config.model),
+        grammars=GrammarChecker(header),
         vocab_size=header.vocab_size,
-        n_layers=len(layers),
-        n_experts=max((layer.n_experts for layer in layers), default=0),
-        top_k=max((layer.top_k for layer in layers), default=0),
-        bytes_per_token=model.plan.bytes_per_token,
+        n_layers=header.n_layers,
+        n_experts=header.n_experts,
+        top_k=header.top_k,
+        bytes_per_token=header.bytes_per_token,
     )
+
+
+def read_header(path: str) -> ModelHeader:
+    """The header of a model file. Raises EngineError, also if the reading process dies."""
+    done = subprocess.run((*READER, path), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+    if done.returncode:
+        how = f"exit status {done.returncode}"
+        if done.returncode < 0:
+            how = signal.Signals(-done.returncode).name
+        raise ModelError(f"{path}: the process that reads its header died ({how})")
+    try:
+        message = decode_header(done.stdout)
+    except msgspec.DecodeError as error:
+        raise ModelError(f"{path}: its header was not read completely: {error}") from error
+    if isinstance(message, HeaderError):
+        kind = ModelError(message.message)
+        raise kind if message.code == kind.code else EngineError(message.code, message.message)
+    return message
 
 
 def _template(known: Metadata, tokenizer: Tokenizer) -> ChatTemplate | None:

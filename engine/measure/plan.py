@@ -16,7 +16,6 @@ from cflow.engine.files.inspect import check_whole
 from cflow.engine.files.synth import shape_names, synth_header
 from cflow.engine.measure.disk_probe import probe_disk
 from cflow.engine.memory.budget import Budget, Share, read_header
-from cflow.engine.memory.capacity import check_context
 from cflow.engine.memory.experts import ExpertBank
 from cflow.engine.memory.kv_blocks import BLOCK
 from cflow.engine.memory.layer_memory import FixedWeights, pieces
@@ -140,7 +139,7 @@ def _run(config: EngineConfig) -> Plan:
         kv_bytes_per_token=budget.kv_block_bytes // BLOCK,
         kv_positions=share.context["n_kv_blocks"] * BLOCK if share else 0,
         context=(
-            share.context["max_context"] if share else check_context(config, model.header.context)
+            share.context["max_context"] if share else config.check_context(model.header.context)
         ),
         notes=share.notes if share else (),
         available_bytes=memory.available,

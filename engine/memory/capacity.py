@@ -21,20 +21,12 @@ class Capacity:
     notes: tuple[str, ...] = ()
 
 
-def check_context(config: EngineConfig, model_context: int) -> int:
-    """The context that is set, else the model's. EngineError if it exceeds the model's."""
-    if config.context is not None and config.context > model_context:
-        message = f"context {config.context} exceeds the model's own ({model_context}); lower it"
-        raise EngineError("invalid_request", message)
-    return config.context or model_context
-
-
 def fit_capacity(
     config: EngineConfig, model_context: int, block_bytes: int, available_bytes: int
 ) -> Capacity:
     """KV blocks, and the context that one sequence can use: kv_memory if it is set, else four full
     contexts within a quarter of available_bytes. EngineError if not even one block fits."""
-    wanted = check_context(config, model_context)
+    wanted = config.check_context(model_context)
     full = n_blocks_for(wanted)
     if config.kv_memory is None:
         budget = available_bytes // DEFAULT_PART

@@ -1,36 +1,33 @@
-"""What an answer may look like: grammars in llguidance's form, made, bounded and compiled.
+"""Grammars that constrain answers: made, bounded and compiled.
 
-A grammar is the text that llguidance takes: {"grammars": [...]}. The front end makes one from a
-request and has it checked in a jail (grammar_checker.py), because compiling may take long; the
-worker compiles what passed (constraint.py).
+A grammar is the text that llguidance reads: {"grammars": [...]}. The front end makes it from a request
+and checks it in a jail (grammar_checker.py), because compiling may take long; the worker compiles it
+again (constraint.py).
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
-import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, TypeVar
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import any_to_lark
 
-from cflow.engine.native import Model, const
+from cflow.engine.base.model_header import ModelHeader, encode_header
 from cflow.engine.text.jail import Jail
 from cflow.engine.text.tokenizer import Tokenizer
 
 MAX_CHARS = 128 << 10  # of a grammar
-MAX_MESSAGE = 300  # characters of llguidance's reasons that are passed on
-TIME_S = 2.0  # to compile one; sane ones take milliseconds
+MAX_MESSAGE = 300  # characters of an error of llguidance that are passed on
+TIME_S = 2.0  # to compile one; usual ones take milliseconds
 _SPACE = r"[ \n\r\t]{1,64}"
-_KNOWN = 128  # grammars whose check is remembered
+_KNOWN = 128  # grammars whose result is cached
 
-# About half of llguidance's own, or less: the work of one token's mask is milliseconds.
+# At most half of llguidance's defaults, so that the mask of one token takes milliseconds.
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=500_000,
     step_lexer_fuel=100_000,
@@ -46,15 +43,15 @@ T = TypeVar("T")
 
 
 class GrammarError(Exception):
-    """A grammar that cannot be used; says why, for the person who wrote it."""
+    """A grammar that cannot be used; the message is for the person who wrote it."""
 
 
 # ---- making one ----
 
 
 def from_json_schema(schema: dict[str, Any] | bool) -> str:
-    """The answer is JSON that fits. White space between its parts is bounded: small models may not
-    stop writing it."""
+    """Answers that are JSON and match the schema. White space between parts is bounded: small models
+    may not stop writing it."""
     rules = schema if isinstance(schema, dict) else {} if schema else {"not": {}}
     return _one("json_schema", {"x-guidance": {"whitespace_pattern": _SPACE}} | rules)
 
@@ -64,21 +61,21 @@ def from_lark(lark: str) -> str:
 
 
 def from_text(text: str) -> str:
-    """A Lark grammar, or GBNF as llama.cpp has it. GrammarError for GBNF that is none."""
+    """A grammar from Lark, or from llama.cpp's GBNF. Raises GrammarError for invalid GBNF."""
     _check_size(text)
     try:
         return from_lark(any_to_lark(text))
-    except Exception as error:  # the converter raises what it likes
+    except Exception as error:  # the converter raises anything
         raise GrammarError(_cut(str(error))) from None
 
 
 def from_regex(pattern: str) -> str:
-    """The whole answer matches it: the syntax of Rust's regex crate."""
+    """Answers that match the pattern as a whole, in the syntax of Rust's regex crate."""
     return str(LLMatcher.grammar_from_regex(pattern))
 
 
 def from_choice(choices: Sequence[str]) -> str:
-    """The answer is one of them."""
+    """Answers that are one of the choices."""
     return from_lark(
         "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in choices)
     )
@@ -89,7 +86,7 @@ def _one(kind: str, what: Any) -> str:
 
 
 def combine(lark: str, parts: dict[str, str]) -> str:
-    """A Lark grammar whose rules name other grammars, as @name; those are of one part each."""
+    """A Lark grammar that refers to other grammars as @name. parts: these, by name."""
     grammars: list[dict[str, Any]] = [{"name": "main", "lark_grammar": lark}]
     for name, grammar in parts.items():
         (part,) = json.loads(grammar)["grammars"]
@@ -101,8 +98,8 @@ def combine(lark: str, parts: dict[str, str]) -> str:
 
 
 class Vocabulary:
-    """A model's tokens as llguidance needs them. Making one takes most of a second, and the GIL, for
-    150,000 tokens."""
+    """A model's tokens in llguidance's form. Making one takes most of a second for 150,000 tokens, and
+    holds the GIL."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.n_tokens = tokenizer.n_tokens
@@ -110,22 +107,20 @@ class Vocabulary:
         self._tokens = LLTokenizer(tokens, n_vocab=tokenizer.n_tokens, eos_token=ends)
 
     @classmethod
-    def read(cls, path: str) -> Vocabulary | None:
-        """Of a model file; None if it lacks a tokenizer or an end token."""
-        model = Model(path, header_only=True)
-        tokenizer_json = model.section(const.SectionId.TOKENIZER)
-        tokenizer = Tokenizer(tokenizer_json, model.token_bytes, model.metadata)
-        return cls(tokenizer) if tokenizer_json and tokenizer.eos_ids else None
+    def of(cls, header: ModelHeader) -> Vocabulary | None:
+        """The vocabulary of a model; None if it lacks a tokenizer or an end token."""
+        tokenizer = Tokenizer.of(header)
+        return cls(tokenizer) if header.tokenizer_json and tokenizer.eos_ids else None
 
     def compile(self, grammar: str) -> LLMatcher:
-        """Its start. GrammarError if it cannot be; releases the GIL."""
+        """A matcher at the start of the grammar. Raises GrammarError; releases the GIL."""
         matcher = LLMatcher(self._tokens, grammar, log_level=0, limits=_LIMITS)
         if matcher.is_error():
             raise GrammarError(_cut(matcher.get_error()))
         return matcher
 
     def check(self, grammar: str) -> str:
-        """Compiles it and looks at the first token: why it cannot be used, "" if it can."""
+        """Compile a grammar and its first mask; return why it cannot be used, "" if it can."""
         try:
             matcher = self.compile(grammar)
         except GrammarError as error:
@@ -135,8 +130,8 @@ class Vocabulary:
 
 
 class _Tokens:
-    """What llguidance asks of a tokenizer. It encodes what a grammar leaves no choice in, which is to
-    come in the tokens that the model knows it by."""
+    """The interface that llguidance expects of a tokenizer. Text that a grammar leaves no choice in is
+    encoded with it, so that the model sees its usual tokens."""
 
     bos_token_id = None
 
@@ -165,21 +160,19 @@ def _cut(message: str) -> str:
 
 
 class GrammarChecker:
-    """Says whether the worker will be able to compile a grammar, without letting it take the front
-    end's time or life."""
+    """Checks in a jail whether the worker will be able to compile a grammar.
 
-    def __init__(self, model: str | Path) -> None:
-        """The model's file stays open: another may take its name before the process starts."""
-        fd = os.open(model, os.O_RDONLY)
-        self._close_file = weakref.finalize(self, os.close, fd)
-        self._jail = Jail(
-            "cflow.engine.text.grammar_checker", f"/proc/self/fd/{fd}".encode(), (fd,)
-        )
+    A grammar of a few hundred kilobytes can take a minute to compile, which must not block or kill
+    the front end.
+    """
+
+    def __init__(self, header: ModelHeader) -> None:
+        self._jail = Jail("cflow.engine.text.grammar_checker", encode_header(header))
         self._pool = ThreadPoolExecutor(1, "grammar")
         self._look = lru_cache(_KNOWN)(self._ask)
 
     async def make(self, maker: Callable[[T], str], what: T) -> str:
-        """The grammar maker(what). GrammarError says why it cannot be used."""
+        """The grammar maker(what), checked. Raises GrammarError."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._pool, self._make, maker, what)
 
@@ -192,11 +185,12 @@ class GrammarChecker:
 
     def _ask(self, grammar: str) -> str:
         fault = self._jail.run(grammar.encode(errors="replace"))
-        if fault is None:  # another time it may be quicker: not remembered
+        if fault is None:  # it may succeed another time, so it is not cached
             raise GrammarError(f"compiling it took more than {TIME_S:g} s or too much memory")
         return fault.decode()
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)  # none of these starts the jail again
+        self._pool.shutdown(
+            wait=False, cancel_futures=True
+        )  # nothing queued may start the jail again
         self._jail.close()
-        self._close_file()

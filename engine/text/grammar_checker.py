@@ -1,20 +1,21 @@
-"""The process that tries grammars out: `python -m cflow.engine.text.grammar_checker`.
+"""The jail that checks grammars: `python -m cflow.engine.text.grammar_checker`.
 
-A grammar comes with a request. Compiling one of a few hundred kilobytes can take a minute, so it is
-done in a jail first. The first frame is the model file's path; a job is a grammar, its result what
-is wrong with it.
+The first frame is a ModelHeader. A job is a grammar, its result why it cannot be used, or "".
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from cflow.engine.base.model_header import ModelHeader, decode_header
 from cflow.engine.text.grammar import TIME_S, Vocabulary
 from cflow.engine.text.jail import answer_jobs
 
 
-def prepare(path: bytes) -> Callable[[bytes], bytes]:
-    vocabulary = Vocabulary.read(path.decode())
+def prepare(header: bytes) -> Callable[[bytes], bytes]:
+    known = decode_header(header)
+    assert isinstance(known, ModelHeader)
+    vocabulary = Vocabulary.of(known)
 
     def check(grammar: bytes) -> bytes:
         if vocabulary is None:

@@ -1,8 +1,8 @@
-"""Work on hostile input, in a process of its own with bounds that no input can get around.
+"""Jails: processes that work on hostile input within limits on time and memory.
 
-Time is bounded by an alarm that kills, memory by a limit of the operating system. Jobs come on
-stdin, results go to stdout, each a frame of u32 length and bytes; the first frame is what all jobs
-need. Such a process is a module whose main() calls answer_jobs().
+An alarm that kills bounds the time of a job, a limit of the operating system the memory. Jobs come on
+stdin, results go to stdout, each as a frame of u32 length and bytes; the first frame is what all jobs
+need. A jail runs a module that calls answer_jobs().
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import IO, Any, BinaryIO
 
 MEMORY_BYTES = 512 << 20  # of address space beyond what the process starts with
@@ -22,23 +22,23 @@ LENGTH = struct.Struct("<I")
 
 
 class Jail:
-    """The process, started at the first use and again after a job has cost it its life. Any thread
-    may call; one job at a time gets through."""
+    """A jail and its process, which starts at the first job and again after a job that killed it.
+    Any thread may call; jobs run one at a time."""
 
-    def __init__(self, module: str, first: bytes, files: Sequence[int] = ()) -> None:
-        """files: descriptors that the process has too, under the same numbers."""
-        self._files = files
+    def __init__(self, module: str, first: bytes) -> None:
         self._command = (sys.executable, "-P", "-m", module)
         self._first = first
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._end: Callable[[], object] = lambda: None  # ends the process, also with this object
+        self._end: Callable[[], object] = lambda: (
+            None
+        )  # ends the process; also runs when this object is collected
 
     def run(self, job: bytes) -> bytes | None:
-        """The result; None: the job took more than its time or memory."""
+        """The result of a job, None if it exceeded its time or memory."""
         with self._lock:
             if self._process is not None and self._process.poll() is not None:
-                self._stop()  # somebody killed it between two jobs; this one is not to blame
+                self._stop()  # killed between two jobs: not the fault of this job
             try:
                 result = _exchange(*self._pipes(), job)
             except BrokenPipeError:
@@ -48,7 +48,7 @@ class Jail:
             return result
 
     def close(self) -> None:
-        """Ends the process; it would end by itself when ours does."""
+        """End the process. It also ends when this process does."""
         with self._lock:
             self._stop()
 
@@ -56,9 +56,7 @@ class Jail:
         process = self._process
         if process is None:
             pipe = subprocess.PIPE
-            process = self._process = subprocess.Popen(
-                self._command, stdin=pipe, stdout=pipe, pass_fds=self._files
-            )
+            process = self._process = subprocess.Popen(self._command, stdin=pipe, stdout=pipe)
             self._end = weakref.finalize(self, _end, process)
             assert process.stdin is not None
             write_frame(process.stdin, self._first)
@@ -87,7 +85,7 @@ def write_frame(stream: Any, body: bytes) -> None:
 
 
 def read_frame(stream: BinaryIO) -> bytes | None:
-    """None at the end of the stream."""
+    """The next frame, None at the end of the stream."""
     head = stream.read(LENGTH.size)
     if len(head) < LENGTH.size:
         return None
@@ -97,7 +95,7 @@ def read_frame(stream: BinaryIO) -> bytes | None:
 
 
 def answer_jobs(prepare: Callable[[bytes], Callable[[bytes], bytes]], time_s: float) -> None:
-    """The process's whole life. prepare: from the first frame to what answers each job."""
+    """The main function of a jail. prepare: makes the function that answers jobs from the first frame."""
     ignore_signals()
     stdin, stdout = sys.stdin.buffer, sys.stdout.buffer
     first = read_frame(stdin)
@@ -106,14 +104,15 @@ def answer_jobs(prepare: Callable[[bytes], Callable[[bytes], bytes]], time_s: fl
     answer = prepare(first)
     _limit_memory()
     while (job := read_frame(stdin)) is not None:
-        signal.setitimer(signal.ITIMER_REAL, time_s)  # nobody handles it: the process ends
+        signal.setitimer(signal.ITIMER_REAL, time_s)  # unhandled, so it ends the process
         result = answer(job)
         signal.setitimer(signal.ITIMER_REAL, 0)
         write_frame(stdout, result)
 
 
 def ignore_signals() -> None:
-    """Terminals and service managers signal all processes; when to end is the front end's to say."""
+    """Ignore signals that terminals and service managers send to all processes: the front end decides
+    when this process ends."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 

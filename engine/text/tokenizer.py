@@ -9,15 +9,16 @@ import tokenizers
 
 from cflow.engine.base.errors import EngineError, ModelError
 from cflow.engine.base.metadata import parse_metadata
+from cflow.engine.base.model_header import ModelHeader
 from cflow.engine.base.native_types import TokenBytes
 
 
 class Tokenizer:
-    """The file's own tokenizer. Encoding is about linear in the text, long runs of one character
-    too, and releases the GIL; call it in a thread for long texts.
+    """The tokenizer of a model file.
 
-    Text that spells a special token becomes that token, as in Hugging Face's tokenizers: chat
-    templates depend on it, and raw prompts may use it.
+    Encoding takes about linear time, for long runs of one character too, and releases the GIL: call
+    it in a thread for long texts. Text that spells a special token becomes that token, as in Hugging
+    Face's tokenizers: chat templates depend on it, and raw prompts may use it.
     """
 
     def __init__(
@@ -31,14 +32,18 @@ class Tokenizer:
         self.eos_ids = known.eos_ids
         self.adds_bos = known.add_bos
 
+    @classmethod
+    def of(cls, header: ModelHeader) -> Tokenizer:
+        return cls(header.tokenizer_json, header.token_bytes, header.metadata)
+
     def encode(self, text: str, add_bos: bool = True) -> list[int]:
-        """add_bos: put the model's begin token first if it wants one and text does not spell it."""
+        """add_bos: put the BOS token first, if the model wants one and the text does not spell it."""
         if self._encoder is None:
             raise ModelError("the model file has no tokenizer; send token ids")
         try:
-            # Of all ways to encode, only those for batches release the GIL.
+            # Only the batch methods release the GIL.
             (encoding,) = self._encoder.encode_batch_fast([text], add_special_tokens=False)
-        except TypeError as error:  # of a str, only that
+        except TypeError as error:  # the only one possible for a str
             message = "the text is not Unicode: it holds half of a surrogate pair"
             raise EngineError("invalid_request", message) from error
         ids: list[int] = encoding.ids
@@ -48,7 +53,7 @@ class Tokenizer:
         return ids
 
     def token_bytes(self, token: int) -> bytes:
-        """What a token spells; nothing for an id that the tokenizer does not know."""
+        """The bytes of a token; b"" for an unknown id."""
         return self._token_bytes[token] if 0 <= token < self.n_tokens else b""
 
     def is_special(self, token: int) -> bool:
@@ -65,7 +70,7 @@ def _read(tokenizer_json: bytes) -> Any:
         encoder = tokenizers.Tokenizer.from_buffer(tokenizer_json)
     except Exception as error:  # the library raises nothing narrower
         raise ModelError(f"the model file's tokenizer cannot be read: {error}") from error
-    # Both are settings of training that a file may carry along.
+    # The file may carry these settings from training.
     encoder.no_truncation()
     encoder.no_padding()
     return encoder

@@ -20,6 +20,7 @@ from cflow.engine.memory.budget import Budget, read_header
 from cflow.engine.memory.experts import Experts
 from cflow.engine.native import Context, Model, const
 from cflow.engine.text.grammar import Vocabulary
+from cflow.engine.worker.read_header import header_of
 from cflow.engine.worker.runner import Context as AnyContext
 
 HUGE_PAGES_WANTED = 0.5  # share of the weights; below it there is a note
@@ -46,9 +47,10 @@ def load(config: EngineConfig, digest: str, report: Report) -> Loaded:
     """Load a model and generate a token. digest: of the file that the front end has read. report:
     bytes done and in total of "weights", then of "experts". Raises EngineError."""
     started = time.perf_counter()
-    _expect(digest, read_header(config))  # before the long load
+    header = read_header(config)
+    _expect(digest, header)  # before a long load
     reading = ThreadPoolExecutor(1, "vocabulary")
-    vocabulary = reading.submit(Vocabulary.read, config.model)  # while the weights load
+    vocabulary = reading.submit(Vocabulary.of, header_of(header))  # while the weights are read
     reading.shutdown(wait=False)
     budget = Budget(config)
     share = budget.share()

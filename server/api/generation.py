@@ -1,4 +1,4 @@
-"""The answers to one HTTP request, one per prompt, read as one stream, cancelled and counted."""
+"""The answers to one HTTP request, merged into one stream, counted, and cancelled together."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from cflow.engine.base.messages import TIMED_OUT, Delta, DiskUsage, Progress
 from cflow.engine.client.engine import Answer
 from cflow.server.api.records import AnswerRecord, progress_of, timings_of
 
-Events = AsyncGenerator[tuple[int, Delta | Progress], None]  # prompt index, what came for it
+Events = AsyncGenerator[tuple[int, Delta | Progress], None]  # prompt index, event
 Deltas = AsyncGenerator[tuple[int, Delta], None]
 
 
 class Generation:
-    """answers: one per prompt. records: one per answer. n_experts: of each token, 0 if the model has
-    none; n_deferred: of those, how many the engine has join late."""
+    """answers, records: one a prompt. n_experts: that a token uses, 0 if the model has none;
+    n_deferred: of these, how many land a layer late."""
 
     def __init__(
         self,
@@ -35,30 +35,30 @@ class Generation:
         self.n_deferred = n_deferred
         self.n_completion = 0
         self.n_cached = 0
-        self.n_reasoning = 0  # tokens, counted by who takes the text apart
-        self.disk: DiskUsage | None = None  # of the choices that have finished
+        self.n_reasoning = 0  # tokens; the route counts them
+        self.disk: DiskUsage | None = None  # of finished choices
         self.is_cancelled = False
 
     def cancel(self) -> None:
-        """Nobody wants the answers any more. Harmless at any time."""
+        """Cancel all answers. May be called at any time."""
         self.is_cancelled = True
         for answer in self._answers:
             answer.cancel()
 
     @property
     def is_over(self) -> bool:
-        """The last choice has finished."""
+        """Whether every choice has finished."""
         return not self._n_open
 
     def timings(self) -> dict[str, float | None]:
         return timings_of(self._records)
 
     def progress(self, index: int) -> dict[str, float]:
-        """How far prompt `index` is."""
+        """Progress with prompt `index`."""
         return progress_of(self._records[index])
 
     def state(self) -> str:
-        """What the client waits for, nothing if not for the queue or the prompts."""
+        """What the client waits for: the queue or the prompts; "" during the answer."""
         if not any(record.started for record in self._records):
             ahead = [n for answer in self._answers if (n := answer.n_ahead) is not None]
             return f"in the queue, {min(ahead)} ahead" if ahead else "in the queue"
@@ -66,17 +66,16 @@ class Generation:
         return f"{n_done} of {self.n_prompt} prompt tokens" if n_done < self.n_prompt else ""
 
     async def deltas(self) -> Deltas:
-        """What the choices gained, as events() gives it."""
+        """events() without Progress."""
         async with aclosing(self.events()) as events:
             async for index, event in events:
                 if not isinstance(event, Progress):
                     yield index, event
 
     async def events(self) -> Events:
-        """(prompt index, how far it is or what one of its choices gained), until all are finished or
-        cancelled.
+        """(prompt index, Progress or Delta), until all choices have finished or are cancelled.
 
-        Raises EngineError when one fails; the others are cancelled then."""
+        If an answer fails, cancels the others and raises EngineError."""
         try:
             source = self._read(0) if len(self._answers) == 1 else self._merge()
             async with aclosing(source):
@@ -91,7 +90,7 @@ class Generation:
     def _count(self, delta: Delta) -> None:
         is_empty = not self.n_completion and self._n_open == self._n_choices
         if delta.finish == TIMED_OUT and is_empty and not delta.tokens:
-            raise EngineError("timeout", "timeout_s was over before there was a token")
+            raise EngineError("timeout", "timeout_s ended before the first token")
         self.n_completion += len(delta.tokens)
         self.n_cached += delta.n_cached or 0
         if delta.disk is not None:
@@ -126,7 +125,7 @@ class Generation:
                     async for item in source:
                         queue.put_nowait(item)
                 queue.put_nowait(None)
-            except Exception as error:  # a fault of ours too: nobody waits for what will not come
+            except Exception as error:  # bugs too, otherwise the reader would wait forever
                 queue.put_nowait(error)
 
         tasks = [asyncio.create_task(pump(index)) for index in range(len(self._answers))]

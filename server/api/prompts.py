@@ -37,7 +37,8 @@ class Prompt:
 
 def context_of(engine: Engine) -> int:
     """Positions that a sequence can have: the worker may have lowered the model's context."""
-    return engine.ready.max_context if engine.ready else engine.card.context
+    ready = engine.status.ready
+    return ready.max_context if ready else engine.card.context
 
 
 def _encode(tokenizer: Tokenizer, text: str) -> Prompt:

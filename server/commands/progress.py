@@ -108,7 +108,7 @@ async def wait_ready(engine: Engine) -> Ready:
 async def _show_loading(engine: Engine) -> None:
     with byte_progress() as report:
         while True:
-            if (loading := engine.loading) is not None and loading.total_bytes:
+            if (loading := engine.status.loading) is not None and loading.total_bytes:
                 what = LOADING[loading.what].format(engine.card.name)
                 report(what, loading.done_bytes, loading.total_bytes)
             await asyncio.sleep(POLL_S)

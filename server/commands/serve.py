@@ -18,6 +18,7 @@ from fastapi import FastAPI
 
 from cflow.engine.base.errors import CflowError, EngineError
 from cflow.engine.client.engine import Engine
+from cflow.engine.client.local import LocalEngine
 from cflow.server.commands.progress import announce, console, wait_ready
 from cflow.server.config import ServerConfig
 from cflow.server.http.app import create_app
@@ -121,7 +122,7 @@ def reload_files(config: ServerConfig, keys: ApiKeys | None, tls: ssl.SSLContext
 
 async def _serve(config: ServerConfig) -> None:
     with listen(config.host, config.port) as sock:
-        engine = await Engine.start(config.engine)
+        engine = await LocalEngine.start(config.engine)
         try:
             await _serve_engine(config, engine, sock)
         finally:

@@ -13,7 +13,8 @@ import typer
 
 from cflow.engine.base.errors import EngineError
 from cflow.engine.base.messages import Delta
-from cflow.engine.client.engine import Engine
+from cflow.engine.client.engine import Engine, GenerateRequest
+from cflow.engine.client.local import LocalEngine
 from cflow.server.api.parameters import sampling_params
 from cflow.server.api.prompts import Prompt, context_of, encode_text, fit, render_chat
 from cflow.server.api.schemas import Sampling, parse
@@ -104,7 +105,8 @@ async def answer(engine: Engine, prompt: Prompt, ask: Sampling) -> str:
     """Prints the answer as it comes; Ctrl-C ends it. Returns its text."""
     room = fit(len(prompt.ids), ask.max_tokens, context_of(engine), param="prompt", cap=True)
     sampling = sampling_params(ask, engine.card, max_tokens=room, n_logprobs=None)
-    coming = engine.submit(prompt.ids, sampling=sampling)
+    work = GenerateRequest(prompts=[prompt.ids], sampling=[sampling])
+    (coming,) = await engine.submit(work)
     texts = []
     try:
         with _on_interrupt(coming.cancel):
@@ -152,7 +154,7 @@ async def _read_line() -> str | None:
 
 @asynccontextmanager
 async def _started(model: str, flags: dict[str, Any]) -> AsyncIterator[Engine]:
-    engine = await Engine.start(read_engine(str(resolve(model)), flags))
+    engine = await LocalEngine.start(read_engine(str(resolve(model)), flags))
     try:
         await wait_ready(engine)
         yield engine

@@ -1,4 +1,4 @@
-"""What routes need, found at app.state.service."""
+"""What all routes share, at app.state.service."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from fastapi import Request, Response
 
 from cflow.engine.base.messages import SamplingParams
-from cflow.engine.client.engine import Engine
-from cflow.server.api.admission import check_model, check_priority, check_ready, submit_all
+from cflow.engine.client.engine import Engine, GenerateRequest
+from cflow.server.api.admission import check_model, check_priority, check_ready, submit
 from cflow.server.api.generation import Generation
 from cflow.server.api.prompts import Prompt
 from cflow.server.api.records import AnswerRecord, OnEnd
@@ -33,7 +33,8 @@ class Service:
     keys: ApiKeys | None
 
     async def read(self, request: Request, kind: type[AnyBody]) -> tuple[AnyBody, dict[str, str]]:
-        """The request's body, and headers for its answer. Checks that the engine can serve."""
+        """The request's body, and headers for its answer. Raises RequestError, also if the engine
+        cannot serve."""
         check_ready(self.engine, self.metrics)
         body = decode_object(await read_body(request, self.config.max_body_bytes))
         ask = parse(kind, body)
@@ -45,7 +46,7 @@ class Service:
                 ask = ask.model_copy(update={"moe_top_k": self.config.moe_top_k})
         return ask, ignored_header(kind, body)
 
-    def generate(
+    async def generate(
         self,
         request: Request,
         ask: Sampling,
@@ -53,25 +54,24 @@ class Service:
         sampling: list[SamplingParams],
         n_choices: int,
     ) -> Generation:
-        """Hands the prompts to the engine, all or none. sampling: one per prompt."""
-        answers = submit_all(
-            self.engine,
-            self.metrics,
-            prompts,
-            sampling,
+        """Submit the prompts, all or none. sampling: one a prompt. Raises RequestError."""
+        work = GenerateRequest(
+            prompts=[prompt.ids for prompt in prompts],
+            sampling=sampling,
             n_choices=n_choices,
             key=request.scope.get("state", {}).get("key", ""),
-            is_shared=self.keys is not None and self.keys.are_several,
+            shares_queue=self.keys is not None and self.keys.are_several,
             priority=ask.priority,
             timeout_s=ask.timeout_s,
         )
+        answers = await submit(self.engine, self.metrics, work)
         records = [
             AnswerRecord(
                 self.metrics, len(prompt.ids), n_choices, how.max_tokens, self._follow(request, how)
             )
             for prompt, how in zip(prompts, sampling, strict=True)
         ]
-        ready = self.engine.ready
+        ready = self.engine.status.ready
         return Generation(
             answers,
             records,
@@ -85,7 +85,7 @@ class Service:
         return self.tracing.follow(self.engine.card.name, request.scope["state"]["id"], how)
 
     def stream(self, events: Events, generation: Generation, headers: dict[str, str]) -> Response:
-        """The answer as a stream of these events of it, its end included."""
+        """A response that streams these events, which include the end of the answer."""
         return EventStream(
             events,
             on_gone=generation.cancel,
@@ -102,7 +102,7 @@ def service_of(request: Request) -> Service:
 
 
 def json_schema(kind: type[Body]) -> dict[str, Any]:
-    """openapi_extra of a route that reads its body itself."""
+    """The openapi_extra of a route that reads its body with Service.read."""
     schema = kind.model_json_schema(ref_template=REF)
     schema.pop("$defs", None)
     return {"requestBody": {"content": {"application/json": {"schema": schema}}, "required": True}}

@@ -19,9 +19,10 @@ from pathlib import Path
 from cflow.engine.base import machine
 from cflow.engine.base.config import EngineConfig
 from cflow.engine.base.messages import Delta, SamplingParams
-from cflow.engine.client.engine import Engine
+from cflow.engine.client.local import LocalEngine
 from cflow.engine.measure.bare import open_stream, step
 from cflow.engine.native import Context, Model, Pick, Row, const
+from harness.asking import submit
 from harness.servers import serving
 
 FIRST = 65  # the prompt
@@ -37,12 +38,12 @@ def bare(context: Context, n: int) -> None:
 
 @asynccontextmanager
 async def over_engine(model: Path) -> AsyncIterator[Stream]:
-    engine = await Engine.start(EngineConfig(model=str(model), speculation="off"))
+    engine = await LocalEngine.start(EngineConfig(model=str(model), speculation="off"))
 
     async def stream(n: int) -> int:
         sampling = SamplingParams(max_tokens=n, temperature=0, ignore_eos=True)
         came = 0
-        async for event in engine.submit([FIRST], sampling=sampling):
+        async for event in await submit(engine, [FIRST], sampling=sampling):
             came += len(event.tokens) if isinstance(event, Delta) else 0
         return came
 

@@ -31,10 +31,11 @@ from cflow.engine import native
 from cflow.engine.base import machine
 from cflow.engine.base.config import EngineConfig
 from cflow.engine.base.messages import SamplingParams
-from cflow.engine.client.engine import Engine
+from cflow.engine.client.local import LocalEngine
 from cflow.engine.files.synth import synth
 from cflow.engine.memory.experts import ExpertBank, asked_cache
 from cflow.engine.native import Model
+from harness.asking import submit
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "docs" / "results" / "expert_tier.json"
@@ -137,12 +138,12 @@ async def _worker_memory(path: Path) -> dict[str, int]:
     config = EngineConfig(model=str(path), expert_cache=CACHE, kv_memory=KV_BYTES)
     with tempfile.TemporaryDirectory() as uses:
         os.environ["XDG_CACHE_HOME"] = uses
-        engine = await Engine.start(config)
+        engine = await LocalEngine.start(config)
         try:
             ready = await engine.wait_ready()
             sampling = SamplingParams(max_tokens=16, temperature=1, seed=1, ignore_eos=True)
             prompt = [(37 * i + 11) % 256 for i in range(PROMPT)]
-            async for _ in engine.submit(prompt, sampling=sampling):
+            async for _ in await submit(engine, prompt, sampling=sampling):
                 pass
             status = Path(f"/proc/{ready.pid}/status").read_text()
         finally:

@@ -17,8 +17,9 @@ from statistics import median
 
 from cflow.engine.base.config import EngineConfig
 from cflow.engine.base.messages import Delta, SamplingParams
-from cflow.engine.client.engine import Engine
+from cflow.engine.client.local import LocalEngine
 from cflow.engine.files import hub
+from harness.asking import submit
 
 ROOT = Path(__file__).parent.parent.parent
 CODE = (ROOT / "engine" / "worker" / "stops.py").read_text()
@@ -51,7 +52,7 @@ CASES = {
 }
 
 
-def encode(engine: Engine, case: Case) -> list[int]:
+def encode(engine: LocalEngine, case: Case) -> list[int]:
     text = case.ask
     if case.is_chat:
         assert engine.card.template is not None
@@ -60,15 +61,17 @@ def encode(engine: Engine, case: Case) -> list[int]:
     return engine.card.tokenizer.encode(text)
 
 
-async def answer(engine: Engine, prompt: list[int], sampling: SamplingParams) -> list[int]:
+async def answer(engine: LocalEngine, prompt: list[int], sampling: SamplingParams) -> list[int]:
     tokens: list[int] = []
-    async for event in engine.submit(prompt, sampling=sampling):
+    async for event in await submit(engine, prompt, sampling=sampling):
         if isinstance(event, Delta):
             tokens += event.tokens
     return tokens
 
 
-async def run(engine: Engine, case: Case, streams: int, n: int) -> tuple[float, list[list[int]]]:
+async def run(
+    engine: LocalEngine, case: Case, streams: int, n: int
+) -> tuple[float, list[list[int]]]:
     """Tokens a second of all streams together, and what they said."""
     prompt = encode(engine, case)
     ways = [
@@ -81,7 +84,7 @@ async def run(engine: Engine, case: Case, streams: int, n: int) -> tuple[float, 
 
 
 async def compare(
-    engines: dict[str, Engine], case: Case, streams: int, args: argparse.Namespace
+    engines: dict[str, LocalEngine], case: Case, streams: int, args: argparse.Namespace
 ) -> None:
     speeds: dict[str, list[float]] = {way: [] for way in engines}
     for engine in engines.values():
@@ -119,7 +122,7 @@ async def main() -> None:
     args = parser.parse_args()
     path = str(hub.resolve(args.model))
     configs = {way: EngineConfig(model=path, speculation=way) for way in ("off", "ngram")}
-    engines = {way: await Engine.start(config) for way, config in configs.items()}
+    engines = {way: await LocalEngine.start(config) for way, config in configs.items()}
     try:
         for engine in engines.values():
             await engine.wait_ready()

@@ -7,10 +7,8 @@ prompt's bytes in upper case, one token a delta, then the end token.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from cflow.engine.base.errors import EngineError
@@ -24,7 +22,9 @@ from cflow.engine.base.messages import (
     SamplingParams,
     Stats,
 )
-from cflow.engine.client.engine import ModelCard
+from cflow.engine.base.model_header import ModelHeader
+from cflow.engine.client.card import ModelCard
+from cflow.engine.client.engine import Engine, GenerateRequest, State, Status
 from cflow.engine.text.dialect import Dialect
 from cflow.engine.text.grammar import GrammarChecker, Vocabulary
 
@@ -63,11 +63,17 @@ class ByteTokenizer:
         return b"".join(map(self.token_bytes, shown)).decode(errors="replace")
 
 
+NO_HEADER = ModelHeader(
+    path="", digest="", context=0, created=0, vocab_size=0, n_layers=0, n_experts=0, top_k=0,
+    bytes_per_token=0, metadata_json=b"{}", tokenizer_json=b"", token_table=bytes(4),
+)  # fmt: skip
+
+
 class QuickChecker(GrammarChecker):
-    """Without a process around it."""
+    """Checks in this process, without a jail."""
 
     def __init__(self) -> None:
-        super().__init__(os.devnull)
+        super().__init__(NO_HEADER)
         self._vocabulary = Vocabulary(ByteTokenizer())  # type: ignore[arg-type]
 
     def _ask(self, grammar: str) -> str:
@@ -94,15 +100,12 @@ class PlainTemplate:
 
 @dataclass
 class Call:
-    """What the server asked for."""
+    """One prompt of a request, and the request."""
 
     prompt: tuple[int, ...]
     n_choices: int
     sampling: SamplingParams
-    key: str
-    priority: int
-    place: int
-    timeout_s: float | None
+    request: GenerateRequest
 
 
 Script = Callable[[Call], AsyncIterator[Delta | Progress]]
@@ -212,7 +215,7 @@ READY = Ready(
 class FakeEngine:
     script: Script = shout
     bos_id: int | None = None
-    state: str = "ready"
+    state: State = "ready"
     generation: dict[str, Any] = field(default_factory=dict)
     refuse: EngineError | None = None
     template: Any = field(default_factory=PlainTemplate)
@@ -223,7 +226,7 @@ class FakeEngine:
     def __post_init__(self) -> None:
         self.card = ModelCard(
             name="fake/model",
-            path=Path("fake.cflow"),
+            path="fake.cflow",
             digest="",
             context=4 * self.context,
             n_params=12,
@@ -245,29 +248,46 @@ class FakeEngine:
         self.restarts = 0
         self.is_failing = False
         self.queue_depth = 0
-        self.capacity = 1024
         self.calls: list[Call] = []
-        self.sharers: list[str | None] = []  # of check_room
+        self.requests: list[GenerateRequest] = []
         self.answers: list[FakeAnswer] = []
         self.drained = asyncio.Event()
 
-    def check_room(self, n_answers: int, key: str | None = None) -> None:
-        self.sharers.append(key)
+    @property
+    def status(self) -> Status:
+        return Status(
+            state=self.state,
+            ready=self.ready,
+            loading=self.loading,
+            restarts=self.restarts,
+            queue_depth=self.queue_depth,
+            is_failing=self.is_failing,
+        )
 
-    def submit(
-        self,
-        prompt: Sequence[int],
-        *,
-        n_choices: int = 1,
-        sampling: SamplingParams,
-        key: str = "",
-        priority: int = 0,
-        place: int = 0,
-        timeout_s: float | None = None,
-    ) -> FakeAnswer:
+    async def submit(self, request: GenerateRequest) -> list[FakeAnswer]:
         if self.refuse is not None:
             raise self.refuse
-        call = Call(tuple(prompt), n_choices, sampling, key, priority, place, timeout_s)
-        self.calls.append(call)
-        self.answers.append(FakeAnswer(self.script(call)))
-        return self.answers[-1]
+        self.requests.append(request)
+        calls = [
+            Call(tuple(prompt), request.n_choices, sampling, request)
+            for prompt, sampling in zip(request.prompts, request.sampling, strict=True)
+        ]
+        self.calls += calls
+        answers = [FakeAnswer(self.script(call)) for call in calls]
+        self.answers += answers
+        return answers
+
+    async def wait_ready(self) -> Ready:
+        assert self.ready is not None
+        return self.ready
+
+    async def drain(self, timeout_s: float) -> None:
+        self.drained.set()
+
+    async def close(self) -> None:
+        self.state = "closed"
+
+
+def as_engine(fake: FakeEngine) -> Engine:
+    """The fake keeps the interface: mypy checks this line."""
+    return fake

@@ -170,7 +170,7 @@ async def begin(service: Service, request: Request, ask: ChatRequest) -> Talk:
     thinking = card.dialect.thinking(prompt.text, begun)
     form = await form_of(calling, body, thinking, card)
     sampling = plan_sampling(service, ask, prompt, form)
-    generation = service.generate(request, ask, [prompt], [sampling], ask.n)
+    generation = await service.generate(request, ask, [prompt], [sampling], ask.n)
     replies = [new_reply(ask, card, calling, thinking) for _ in range(ask.n)]
     return Talk(prompt, sampling, generation, replies)
 

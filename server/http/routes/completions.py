@@ -189,7 +189,7 @@ async def create_completion(request: Request) -> Response:
     sampling = [plan_sampling(service, ask, prompt, ends, grammar) for prompt in prompts]
     model = service.engine.card.name
     check_echo(ask, prompts, n_sampled)
-    generation = service.generate(request, ask, prompts, sampling, n_sampled)
+    generation = await service.generate(request, ask, prompts, sampling, n_sampled)
     choices = Choices(tokenizer, ask, prompts, n_sampled)
     if ask.stream:
         chunks = Chunks("cmpl", "text_completion", model, generation, ask)

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import PlainTextResponse
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
-from cflow.engine.client.engine import Engine
+from cflow.engine.client.engine import Status
 from cflow.server.api.wire import encode
 from cflow.server.http.service import Service, service_of
 
@@ -25,21 +25,21 @@ def version() -> str:
         return "unknown"  # not installed
 
 
-def state_of(engine: Engine) -> str:
+def state_of(status: Status) -> str:
     """The engine's state, or `failing` if it serves but its disk fails every request."""
-    return "failing" if engine.is_failing and engine.state in SERVING else engine.state
+    return "failing" if status.is_failing and status.state in SERVING else status.state
 
 
 def _state(service: Service, serving: tuple[str, ...]) -> Response:
     """200 if the engine is in one of the `serving` states, else 503; the body names the state."""
-    engine = service.engine
-    state = state_of(engine)
+    status = service.engine.status
+    state = state_of(status)
     is_serving = state in serving
     body: dict[str, Any] = {"status": "ok" if is_serving else state}
-    if engine.loading is not None and engine.state in ("loading", "restarting"):
-        body |= {"done_bytes": engine.loading.done_bytes, "total_bytes": engine.loading.total_bytes}
-    if engine.ready is not None and is_serving:
-        body |= {"isa": engine.ready.isa, "threads": engine.ready.n_threads}
+    if status.loading is not None and status.state in ("loading", "restarting"):
+        body |= {"done_bytes": status.loading.done_bytes, "total_bytes": status.loading.total_bytes}
+    if status.ready is not None and is_serving:
+        body |= {"isa": status.ready.isa, "threads": status.ready.n_threads}
     return Response(
         encode(body), status_code=200 if is_serving else 503, media_type="application/json"
     )

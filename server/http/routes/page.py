@@ -57,10 +57,10 @@ async def show_file(name: str) -> Response:
 
 def status(service: Service) -> dict[str, Any]:
     engine, card = service.engine, service.engine.card
-    ready = engine.ready
+    ready = engine.status.ready
     return {
         "version": version(),
-        "state": state_of(engine),
+        "state": state_of(engine.status),
         "model": {
             "name": card.name,
             "parameters": card.n_params,

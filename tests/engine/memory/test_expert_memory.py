@@ -9,8 +9,9 @@ import pytest
 
 from cflow.engine.base.config import EngineConfig
 from cflow.engine.base.messages import Delta, SamplingParams
-from cflow.engine.client.engine import Engine
+from cflow.engine.client.local import LocalEngine
 from cflow.engine.native import Context, Model
+from harness.asking import submit
 from makefiles.shape_file import synth_model
 from oracles import running as native
 
@@ -65,11 +66,13 @@ async def test_memory_stays_within_weights_budget_and_keys_and_values(
     kv, budget = 16 << 20, BANK // 10
     bound = path.stat().st_size - BANK + budget + kv + 300_000_000
     assert bound < BANK
-    engine = await Engine.start(EngineConfig(model=str(path), expert_cache=budget, kv_memory=kv))
+    engine = await LocalEngine.start(
+        EngineConfig(model=str(path), expert_cache=budget, kv_memory=kv)
+    )
     try:
         ready = await engine.wait_ready()
         sampling = SamplingParams(max_tokens=24, temperature=1, seed=1, ignore_eos=True)
-        answer = engine.submit(TOKENS, sampling=sampling)
+        answer = await submit(engine, TOKENS, sampling=sampling)
         usage = [event.disk async for event in answer if isinstance(event, Delta)][-1]
         most = 1024 * int(field(f"/proc/{ready.pid}/status", "VmHWM").split()[0])
     finally:

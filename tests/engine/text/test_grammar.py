@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from cflow.engine.client.card import read_header
 from cflow.engine.text.grammar import (
     MAX_CHARS,
     GrammarChecker,
@@ -32,7 +33,7 @@ def model() -> Path:
 
 @pytest.fixture
 def checker(model: Path) -> Iterator[GrammarChecker]:
-    checker = GrammarChecker(model)
+    checker = GrammarChecker(read_header(str(model)))
     yield checker
     checker.close()
 

@@ -13,9 +13,10 @@ import pytest
 from cflow.engine.base.config import EngineConfig
 from cflow.engine.base.errors import EngineError
 from cflow.engine.base.messages import Delta, DiskStats, SamplingParams
-from cflow.engine.client.engine import Engine
+from cflow.engine.client.local import LocalEngine
 from cflow.engine.memory.experts import ExpertBank
 from cflow.engine.native import Context, Model
+from harness.asking import submit
 from oracles import running as native
 from oracles.random_model import VOCAB_SIZE, RandomModel
 
@@ -89,10 +90,10 @@ def file(case: Case, tmp_path: Path) -> Path:
 
 
 @asynccontextmanager
-async def serving(path: Path, **settings: Any) -> AsyncIterator[Engine]:
+async def serving(path: Path, **settings: Any) -> AsyncIterator[LocalEngine]:
     """With the smallest cache there is."""
     smallest = {"expert_cache": "6%", "expert_reads": 2}
-    engine = await Engine.start(EngineConfig(model=str(path), **smallest, **settings))
+    engine = await LocalEngine.start(EngineConfig(model=str(path), **smallest, **settings))
     try:
         await engine.wait_ready()
         yield engine
@@ -104,11 +105,11 @@ async def serving(path: Path, **settings: Any) -> AsyncIterator[Engine]:
 Said = tuple[tuple[int, ...], tuple[float, ...]]  # tokens, log-probabilities
 
 
-async def ask(engine: Engine, i: int) -> Said | EngineError:
+async def ask(engine: LocalEngine, i: int) -> Said | EngineError:
     tokens: list[int] = []
     scores: list[float] = []
     try:
-        async for event in engine.submit(PROMPTS[i], sampling=GREEDY):
+        async for event in await submit(engine, PROMPTS[i], sampling=GREEDY):
             if isinstance(event, Delta):
                 tokens += event.tokens
                 scores += [score.logprob for score in event.logprobs]
@@ -117,7 +118,7 @@ async def ask(engine: Engine, i: int) -> Said | EngineError:
     return tuple(tokens), tuple(scores)
 
 
-async def ask_all(engine: Engine) -> list[Said | EngineError]:
+async def ask_all(engine: LocalEngine) -> list[Said | EngineError]:
     return await asyncio.gather(*(ask(engine, i) for i in range(len(PROMPTS))))
 
 
@@ -130,7 +131,7 @@ def clean(case: Case) -> list[Said]:
     """What is said with all experts in memory, one request at a time; bits count."""
 
     async def gather() -> list[Said]:
-        engine = await Engine.start(EngineConfig(model=str(case.path)))
+        engine = await LocalEngine.start(EngineConfig(model=str(case.path)))
         try:
             ready = await engine.wait_ready()
             assert ready.n_experts == 0
@@ -241,7 +242,7 @@ def write_at(file: Path, place: int, data: bytes) -> None:
         out.write(data)
 
 
-async def stats_where(engine: Engine, condition: Callable[[DiskStats], bool]) -> DiskStats:
+async def stats_where(engine: LocalEngine, condition: Callable[[DiskStats], bool]) -> DiskStats:
     """Those told once the condition holds and nothing runs."""
     async with asyncio.timeout(20):
         while True:

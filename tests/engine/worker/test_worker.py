@@ -10,8 +10,10 @@ import pytest
 
 from cflow.engine.base.config import EngineConfig
 from cflow.engine.base.messages import Delta, SamplingParams
+from cflow.engine.client.answer import LocalAnswer
 from cflow.engine.client.card import read_card
-from cflow.engine.client.engine import Answer, Engine
+from cflow.engine.client.local import LocalEngine
+from harness.asking import submit
 from oracles.real_models import RealModel
 
 pytestmark = pytest.mark.anyio
@@ -42,9 +44,9 @@ class Said(NamedTuple):
 
 
 @asynccontextmanager
-async def running(**options: Any) -> AsyncIterator[Engine]:
+async def running(**options: Any) -> AsyncIterator[LocalEngine]:
     model = RealModel.fetch("smollm2-135m")
-    engine = await Engine.start(EngineConfig(model=str(model.cflow), **options))
+    engine = await LocalEngine.start(EngineConfig(model=str(model.cflow), **options))
     try:
         await engine.wait_ready()
         yield engine
@@ -52,7 +54,7 @@ async def running(**options: Any) -> AsyncIterator[Engine]:
         await engine.close()
 
 
-async def read(answer: Answer) -> tuple[list[Said], int]:
+async def read(answer: LocalAnswer) -> tuple[list[Said], int]:
     """Every choice, and how much of the prompt was cached."""
     deltas: dict[int, list[Delta]] = {}
     async for event in answer:
@@ -73,7 +75,7 @@ async def test_a_cached_prefix_changes_no_bit(prompt: list[int]) -> None:
     async with running() as engine:
 
         async def ask(ids: list[int]) -> tuple[Said, int]:
-            (said,), n_cached = await read(engine.submit(ids, sampling=SAMPLING))
+            (said,), n_cached = await read(await submit(engine, ids, sampling=SAMPLING))
             return said, n_cached
 
         fresh, n_cached = await ask(prompt)
@@ -81,14 +83,14 @@ async def test_a_cached_prefix_changes_no_bit(prompt: list[int]) -> None:
         assert await ask(prompt) == (fresh, 288)
         shorter, n_cached = await ask(prompt[:-1])
         assert n_cached == 288
-        dropped = engine.submit([*prompt[:200], 5, *prompt[200:]], sampling=SAMPLING)
+        dropped = await submit(engine, [*prompt[:200], 5, *prompt[200:]], sampling=SAMPLING)
         async for event in dropped:
             if isinstance(event, Delta):
                 break
         dropped.cancel()
         assert await ask(prompt) == (fresh, 288)
     async with running() as engine:
-        (said,), _ = await read(engine.submit(prompt[:-1], sampling=SAMPLING))
+        (said,), _ = await read(await submit(engine, prompt[:-1], sampling=SAMPLING))
         assert said == shorter
 
 
@@ -97,11 +99,11 @@ async def test_neighbours_chunks_and_lack_of_memory_change_no_bit(prompt: list[i
     alone = []
     async with running() as engine:
         for ids in prompts:
-            alone.append((await read(engine.submit(ids, sampling=SAMPLING, n_choices=2)))[0])
+            alone.append((await read(await submit(engine, ids, sampling=SAMPLING, n_choices=2)))[0])
     # Room for hardly more than two of the twelve answers at a time.
     tight = {"context": 192, "kv_memory": 192 * 23040 * 3 // 2, "max_step_tokens": 32}
     async with running(max_sequences=16, **tight) as engine:
-        answers = [engine.submit(ids, sampling=SAMPLING, n_choices=2) for ids in prompts]
+        answers = [await submit(engine, ids, sampling=SAMPLING, n_choices=2) for ids in prompts]
         together = [said for said, _ in await asyncio.gather(*map(read, answers))]
         await asyncio.sleep(0.2)
         assert engine.stats.preemptions > 0
@@ -112,9 +114,9 @@ async def test_prompt_scores_agree_with_what_sampling_says(prompt: list[int]) ->
     """The log-probability of a token as part of a prompt is the one it had when it was sampled."""
     async with running() as engine:
         greedy = SamplingParams(max_tokens=8, temperature=0, n_logprobs=0, ignore_eos=True)
-        (said,), _ = await read(engine.submit(prompt, sampling=greedy))
+        (said,), _ = await read(await submit(engine, prompt, sampling=greedy))
         scoring = SamplingParams(max_tokens=0, n_prompt_logprobs=1)
-        async for event in engine.submit([*prompt, *said.tokens], sampling=scoring):
+        async for event in await submit(engine, [*prompt, *said.tokens], sampling=scoring):
             if isinstance(event, Delta):
                 scores = event.prompt_logprobs
         assert scores is not None

@@ -273,11 +273,7 @@ class TestParameters:
     def test_priority_reaches_the_engine(self, live: Live) -> None:
         live.complete(prompt=["a", "b"], priority=-7)
         live.chat(priority=3)
-        assert [call.priority for call in live.engine.calls] == [-7, -7, 3]
-
-    def test_a_batch_says_which_of_its_answers_come_later(self, live: Live) -> None:
-        live.complete(prompt=["a", "b", "c"], n=2)
-        assert [call.place for call in live.engine.calls] == [0, 2, 4]
+        assert [request.priority for request in live.engine.requests] == [-7, 3]
 
     def test_experts_per_token(self, serve: Any) -> None:
         live: Live = serve(FakeEngine(top_k=4))

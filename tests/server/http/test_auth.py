@@ -73,20 +73,18 @@ def test_the_keys_name_reaches_the_scheduler(live: Live) -> None:
     for key in ("s3cret", "plain"):
         headers = {"Authorization": f"Bearer {key}"}
         live.client.post("/v1/completions", json={"prompt": "a"}, headers=headers)
-    assert [call.key for call in live.engine.calls] == ["alice", "key-3"]
+    assert [call.request.key for call in live.engine.calls] == ["alice", "key-3"]
 
 
 def test_several_keys_share_the_queue_and_one_has_it_alone(serve: Any, tmp_path: Path) -> None:
-    for text, sharer, most in (("alice: k\nbob: l\n", "alice", 3), ("alice: k\n", None, 5)):
+    for text, is_shared in (("alice: k\nbob: l\n", True), ("alice: k\n", False)):
         keys = tmp_path / "keys"
         keys.write_text(text)
         live: Live = serve(api_keys=keys)
-        live.engine.capacity = 5
         live.client.headers["Authorization"] = "Bearer k"
-        assert live.complete(prompt="a", n=most).status_code == 200
-        assert live.engine.sharers == [sharer]
-        refused = live.complete(prompt="a", n=most + 1)
-        assert (refused.status_code, error_of(refused)["param"]) == (400, "n")
+        assert live.complete(prompt="a").status_code == 200
+        (request,) = live.engine.requests
+        assert (request.key, request.shares_queue) == ("alice", is_shared)
 
 
 def test_with_keys_nobody_overtakes(live: Live) -> None:

@@ -95,10 +95,11 @@ def test_retry_after_follows_the_rate_since_the_queue_began(serve: Any) -> None:
 
 
 def test_more_answers_than_ever_fit_are_not_worth_a_retry(live: Live) -> None:
-    live.engine.capacity = 5
+    live.engine.refuse = EngineError("too_many_answers", "6 answers; this server has room for 5")
     response = live.complete(prompt=["a", "b", "c"], n=2)
-    assert (response.status_code, error_of(response)["param"]) == (400, "n")
-    assert live.complete(prompt=["a"], n=5).status_code == 200
+    error = error_of(response)
+    assert (response.status_code, error["code"], error["param"]) == (400, "invalid_value", "n")
+    assert "retry-after" not in response.headers
 
 
 def test_a_worker_that_dies_between_check_and_submit(live: Live) -> None:
@@ -108,18 +109,10 @@ def test_a_worker_that_dies_between_check_and_submit(live: Live) -> None:
     assert "retry-after" in response.headers
 
 
-def test_of_many_prompts_all_are_taken_or_none(live: Live) -> None:
-    taken = live.engine.submit
-
-    def submit(*args: Any, **kwargs: Any) -> Any:
-        if len(live.engine.answers) == 2:
-            raise EngineError("queue_full", "full")
-        return taken(*args, **kwargs)
-
-    live.engine.submit = submit  # type: ignore[method-assign]
-    assert live.complete(prompt=["a", "b", "c"]).status_code == 429
-    assert [a.is_cancelled for a in live.engine.answers] == [True, True]
-    del live.engine.submit  # type: ignore[method-assign]
+def test_all_prompts_are_one_request_of_the_engine(live: Live) -> None:
+    assert live.complete(prompt=["a", "b", "c"], n=2).status_code == 200
+    (request,) = live.engine.requests
+    assert (list(request.prompts), request.n_choices) == ([(97,), (98,), (99,)], 2)
 
 
 def test_models(live: Live) -> None:

@@ -242,7 +242,7 @@ class TestTimeout:
 
         live.engine.script = script
         response = live.post(path, fields | {"timeout_s": 0.5})
-        assert live.engine.calls[0].timeout_s == 0.5
+        assert live.engine.calls[0].request.timeout_s == 0.5
         assert (response.status_code, response.headers["x-should-retry"]) == (503, "true")
         assert error_of(response)["code"] == "timeout"
         assert events(live.post(path, fields | {"stream": True}))[-1]["error"]["code"] == "timeout"

@@ -20,12 +20,16 @@ from msgspec import structs
 
 from cflow.engine.base.config import EngineConfig
 from cflow.engine.base.errors import EngineError
-from cflow.engine.base.messages import TIMED_OUT, Delta, Finish, Progress, SamplingParams
+from cflow.engine.base.messages import TIMED_OUT, Delta, Finish, Progress, SamplingParams, Submit
+from cflow.engine.client.answer import LocalAnswer
 from cflow.engine.client.card import ModelCard
-from cflow.engine.client.engine import FAULTS, Answer, Engine, State
+from cflow.engine.client.engine import Engine, GenerateRequest, State
+from cflow.engine.client.local import FAULTS, LocalEngine
 from cflow.engine.text.dialect import Dialect
 from cflow.engine.text.grammar import GrammarChecker, from_json_schema, from_regex
 from cflow.engine.text.tokenizer import Tokenizer
+from harness.asking import submit
+from harness.fake_engine import NO_HEADER
 from oracles.toy_model import (
     EOS,
     HANGS,
@@ -50,7 +54,7 @@ CARD = ModelCard(
     tokenizer=Tokenizer(b"", TOKEN_BYTES, {"eos_ids": [EOS]}),
     template=None,
     dialect=Dialect(),
-    grammars=GrammarChecker(os.devnull),
+    grammars=GrammarChecker(NO_HEADER),
     vocab_size=len(TOKEN_BYTES),
     n_layers=0,
     n_experts=0,
@@ -86,9 +90,11 @@ def _path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def running(model: str = "", *, wait: bool = True, **options: Any) -> AsyncIterator[Engine]:
+async def running(
+    model: str = "", *, wait: bool = True, **options: Any
+) -> AsyncIterator[LocalEngine]:
     """model: the toy worker's settings."""
-    engine = Engine(EngineConfig(model=model, **options), CARD, COMMAND)
+    engine = LocalEngine(EngineConfig(model=model, **options), CARD, COMMAND)
     engine.launch()
     try:
         if wait:
@@ -104,7 +110,7 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0.005)
 
 
-async def read(answer: Answer) -> dict[int, list[Delta]]:
+async def read(answer: LocalAnswer) -> dict[int, list[Delta]]:
     """All deltas, by choice."""
     deltas: dict[int, list[Delta]] = defaultdict(list)
     async with asyncio.timeout(WAIT_S):
@@ -114,13 +120,13 @@ async def read(answer: Answer) -> dict[int, list[Delta]]:
     return deltas
 
 
-async def error_of(answer: Answer) -> EngineError:
+async def error_of(answer: LocalAnswer) -> EngineError:
     with pytest.raises(EngineError) as caught:
         await read(answer)
     return caught.value
 
 
-async def first_delta(answer: Answer) -> Delta:
+async def first_delta(answer: LocalAnswer) -> Delta:
     async with asyncio.timeout(WAIT_S):
         async for event in answer:
             if isinstance(event, Delta):
@@ -150,7 +156,7 @@ def is_gone(pid: int) -> bool:
 
 async def test_an_answer_arrives_token_by_token_and_ends_once() -> None:
     async with running() as engine:
-        deltas = (await read(engine.submit(PROMPT, sampling=SHORT)))[0]
+        deltas = (await read(await submit(engine, PROMPT, sampling=SHORT)))[0]
         expected = continuation(PROMPT, SHORT)
         assert tokens_of(deltas) == expected
         assert "".join(delta.text for delta in deltas) == text_of(expected)
@@ -164,7 +170,7 @@ async def test_an_answer_arrives_token_by_token_and_ends_once() -> None:
 async def test_many_requests_at_once_get_the_answers_they_get_alone() -> None:
     async with running("n_blocks=40", max_sequences=6, max_step_tokens=32) as engine:
         prompts = [[10 + i, *PROMPT] for i in range(12)]
-        answers = [engine.submit(p, sampling=SHORT, n_choices=2) for p in prompts]
+        answers = [await submit(engine, p, sampling=SHORT, n_choices=2) for p in prompts]
         for prompt, deltas in zip(prompts, await asyncio.gather(*map(read, answers)), strict=True):
             for choice in (0, 1):
                 assert tokens_of(deltas[choice]) == continuation(prompt, SHORT, choice)
@@ -173,7 +179,7 @@ async def test_many_requests_at_once_get_the_answers_they_get_alone() -> None:
 async def test_logprobs_of_answer_and_prompt_come_along() -> None:
     async with running() as engine:
         sampling = SamplingParams(max_tokens=3, n_logprobs=0, n_prompt_logprobs=1, seed=2)
-        deltas = (await read(engine.submit(PROMPT, sampling=sampling)))[0]
+        deltas = (await read(await submit(engine, PROMPT, sampling=sampling)))[0]
         history = list(PROMPT)
         for delta in deltas:
             assert delta.logprobs[0].token == delta.tokens[0]
@@ -189,7 +195,7 @@ async def test_logprobs_of_answer_and_prompt_come_along() -> None:
 async def test_scoring_alone_gives_one_delta_without_tokens() -> None:
     async with running() as engine:
         sampling = SamplingParams(max_tokens=0, n_prompt_logprobs=0)
-        (delta,) = (await read(engine.submit(PROMPT, sampling=sampling)))[0]
+        (delta,) = (await read(await submit(engine, PROMPT, sampling=sampling)))[0]
         assert delta.tokens == ()
         assert delta.finish is not None
         assert delta.finish.reason == "length"
@@ -199,12 +205,12 @@ async def test_scoring_alone_gives_one_delta_without_tokens() -> None:
 
 async def test_progress_tells_when_the_prompt_is_begun_and_how_far_it_is() -> None:
     async with running(max_step_tokens=16, max_sequences=4) as engine:
-        answer = engine.submit(PROMPT, sampling=SHORT)
+        answer = await submit(engine, PROMPT, sampling=SHORT)
         events = [event async for event in answer]
         done = [event.n_done for event in events if isinstance(event, Progress)]
         assert done == [0, 16, 32]
         assert all(isinstance(event, Progress) for event in events[:3])
-        answer = engine.submit(PROMPT, sampling=SHORT)
+        answer = await submit(engine, PROMPT, sampling=SHORT)
         events = [event async for event in answer]
         assert [e.n_done for e in events if isinstance(e, Progress)] == [32]
         assert next(e.n_cached for e in events if isinstance(e, Delta)) == 32
@@ -212,7 +218,7 @@ async def test_progress_tells_when_the_prompt_is_begun_and_how_far_it_is() -> No
 
 async def test_an_answer_ends_where_the_context_ends() -> None:
     async with running(context=64) as engine:
-        deltas = (await read(engine.submit(PROMPT, sampling=LONG)))[0]
+        deltas = (await read(await submit(engine, PROMPT, sampling=LONG)))[0]
         assert len(tokens_of(deltas)) == 64 - len(PROMPT)
         assert deltas[-1].finish is not None
         assert deltas[-1].finish.reason == "length"
@@ -222,7 +228,7 @@ async def test_an_answer_ends_where_the_context_ends() -> None:
 async def test_end_tokens_are_banned_before_min_tokens(banned: tuple[int, ...]) -> None:
     forced = SamplingParams(max_tokens=9, min_tokens=4, logit_bias={EOS: 100.0})
     async with running() as engine:
-        deltas = (await read(engine.submit(PROMPT, sampling=forced)))[0]
+        deltas = (await read(await submit(engine, PROMPT, sampling=forced)))[0]
         tokens = tokens_of(deltas)
         assert EOS not in tokens[:4]
         assert tokens[4:] == [EOS]
@@ -246,54 +252,95 @@ async def test_a_request_that_would_harm_others_is_refused(
 ) -> None:
     async with running() as engine:
         with pytest.raises(EngineError, match=named) as caught:
-            engine.submit(prompt, sampling=sampling)
+            await submit(engine, prompt, sampling=sampling)
         assert caught.value.code == "invalid_request"
 
 
 async def test_the_queue_is_bounded() -> None:
     async with running("step_s=0.01", max_sequences=2, max_queue=3) as engine:
-        answers = [engine.submit(PROMPT, sampling=LONG) for _ in range(5)]
+        answers = [await submit(engine, PROMPT, sampling=LONG) for _ in range(5)]
         assert engine.queue_depth == 3
         with pytest.raises(EngineError) as caught:
-            engine.submit(PROMPT, sampling=LONG)
+            await submit(engine, PROMPT, sampling=LONG)
         assert caught.value.code == "queue_full"
         answers[0].cancel()
         await error_of(answers[0])
-        answers.append(engine.submit(PROMPT, sampling=LONG))
+        answers.append(await submit(engine, PROMPT, sampling=LONG))
 
 
 async def test_a_key_among_several_leaves_as_much_room_as_it_takes() -> None:
     async with running("step_s=0.01", max_sequences=2, max_queue=10) as engine:
+        kept: list[LocalAnswer] = []
 
-        def put(key: str) -> None:
-            engine.check_room(1, key)
-            kept.append(engine.submit(PROMPT, sampling=LONG, key=key))
+        async def put(key: str) -> None:
+            answer = await submit(engine, PROMPT, sampling=LONG, key=key, shares_queue=True)
+            kept.append(answer)
 
-        def fill(key: str) -> int:
-            """How many answers it gets in, one by one."""
+        async def fill(key: str) -> int:
+            """How many answers of this key are accepted, one by one."""
             n_before = len(kept)
-            with pytest.raises(EngineError, match="leave") as caught:
-                list(map(put, [key] * 12))
-            assert caught.value.code == "key_queue_full"
+            refused: EngineError | None = None
+            while refused is None:
+                try:
+                    await put(key)
+                except EngineError as error:
+                    refused = error
+            assert (refused.code, "leave" in str(refused)) == ("key_queue_full", True)
             return len(kept) - n_before
 
-        kept: list[Answer] = []
-        with pytest.raises(EngineError, match="leave 5 places"):
-            engine.check_room(7, "a")
-        assert [fill(key) for key in "abc"] == [6, 3, 2]
-        put("d")
+        with pytest.raises(EngineError, match="room for 6 for one of several") as caught:
+            await submit(engine, PROMPT, sampling=LONG, n_choices=7, shares_queue=True)
+        assert caught.value.code == "too_many_answers"
+        assert [await fill(key) for key in "abc"] == [6, 3, 2]
+        await put("d")
         with pytest.raises(EngineError, match="answers are waiting") as caught:
-            engine.check_room(1, "e")
+            await put("e")
         assert caught.value.code == "queue_full"
         kept[0].cancel()
         await error_of(kept[0])
-        engine.check_room(1, "e")
+        await put("e")
+
+
+async def test_all_prompts_of_a_request_are_accepted_or_none() -> None:
+    async with running("step_s=0.01", max_sequences=2, max_queue=3) as engine:
+        for prompts, code in (
+            ([PROMPT] * 6, "too_many_answers"),
+            ([PROMPT, PROMPT, [-1]], "invalid_request"),
+        ):
+            request = GenerateRequest(prompts=prompts, sampling=[SHORT] * len(prompts))
+            with pytest.raises(EngineError) as caught:
+                await engine.submit(request)
+            assert caught.value.code == code
+        running_one = await submit(engine, PROMPT, sampling=LONG)
+        with pytest.raises(EngineError) as caught:
+            await engine.submit(GenerateRequest(prompts=[PROMPT] * 5, sampling=[SHORT] * 5))
+        assert caught.value.code == "queue_full"
+        assert engine.queue_depth == 0
+        running_one.cancel()
+        await error_of(running_one)
+        answers = await engine.submit(GenerateRequest(prompts=[PROMPT] * 5, sampling=[SHORT] * 5))
+        for answer in answers:
+            assert tokens_of((await read(answer))[0]) == continuation(PROMPT, SHORT)
+
+
+async def test_each_prompt_of_a_batch_knows_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running() as engine:
+        sent: list[Submit] = []
+        monkeypatch.setattr(engine._worker, "send", sent.append)
+        prompts, sampling = [PROMPT] * 3, [SHORT] * 3
+        await engine.submit(GenerateRequest(prompts=prompts, sampling=sampling, n_choices=2))
+        assert [submit.place for submit in sent[:3]] == [0, 2, 4]
+
+
+async def test_it_keeps_the_interface() -> None:
+    engine: Engine = LocalEngine(EngineConfig(model=""), CARD, COMMAND)
+    assert engine.status.state == "loading"
 
 
 async def test_who_waits_is_told_how_many_go_first() -> None:
     async with running("step_s=0.01", max_sequences=1) as engine:
-        runs, *waiting = [engine.submit(PROMPT, sampling=LONG) for _ in range(3)]
-        urgent = engine.submit(PROMPT, sampling=SHORT, priority=1)
+        runs, *waiting = [await submit(engine, PROMPT, sampling=LONG) for _ in range(3)]
+        urgent = await submit(engine, PROMPT, sampling=SHORT, priority=1)
         await until(lambda: urgent.n_ahead == 2)
         assert [answer.n_ahead for answer in (runs, *waiting)] == [None, 0, 1]
         waiting[0].cancel()
@@ -303,31 +350,30 @@ async def test_who_waits_is_told_how_many_go_first() -> None:
 async def test_it_is_choices_that_fill_the_queue() -> None:
     async with running("step_s=0.01", max_sequences=2, max_queue=3) as engine:
         assert engine.capacity == 5
-        many = engine.submit(PROMPT, sampling=LONG, n_choices=4)
+        many = await submit(engine, PROMPT, sampling=LONG, n_choices=4)
         assert engine.queue_depth == 2
-        with pytest.raises(EngineError, match="2 more are asked for"):
-            engine.submit(PROMPT, sampling=LONG, n_choices=2)
-        few = engine.submit(PROMPT, sampling=SHORT)
+        with pytest.raises(EngineError, match="2 more are requested"):
+            await submit(engine, PROMPT, sampling=LONG, n_choices=2)
+        few = await submit(engine, PROMPT, sampling=SHORT)
         assert engine.queue_depth == 3
         many.cancel()
         await error_of(many)
         await read(few)
         assert engine.queue_depth == 0
-        await read(engine.submit(PROMPT, sampling=SHORT, n_choices=5))
-        engine.check_room(5)
+        await read(await submit(engine, PROMPT, sampling=SHORT, n_choices=5))
 
 
 async def test_nothing_is_taken_while_the_model_loads() -> None:
     async with running("load_s=0.3", wait=False) as engine:
         assert engine.state == "loading"
         with pytest.raises(EngineError) as caught:
-            engine.submit(PROMPT, sampling=SHORT)
+            await submit(engine, PROMPT, sampling=SHORT)
         assert caught.value.code == "loading"
         await until(lambda: engine.loading)
         await engine.wait_ready()
         assert engine.state == "ready"
         assert engine.loading is None
-        await read(engine.submit(PROMPT, sampling=SHORT))
+        await read(await submit(engine, PROMPT, sampling=SHORT))
 
 
 @on_both_loops
@@ -346,9 +392,9 @@ async def test_a_model_that_cannot_be_loaded_says_why() -> None:
 async def test_a_cancelled_request_stops_and_frees_its_place(phase: str) -> None:
     options = {"max_sequences": 1, "max_step_tokens": 16}
     async with running("step_s=0.03 n_blocks=32", **options) as engine:
-        first = engine.submit([10] * 500, sampling=LONG)
+        first = await submit(engine, [10] * 500, sampling=LONG)
         await until(lambda: engine.stats.n_running)
-        victim = engine.submit(PROMPT, sampling=LONG) if phase == "queue" else first
+        victim = await submit(engine, PROMPT, sampling=LONG) if phase == "queue" else first
         if phase == "decode":
             await first_delta(first)
         if phase == "queue":
@@ -368,7 +414,7 @@ async def test_a_cancelled_request_stops_and_frees_its_place(phase: str) -> None
 
 async def test_a_long_step_is_cut_short_when_nobody_waits_for_it() -> None:
     async with running("step_s=30") as engine:
-        answer = engine.submit(PROMPT, sampling=LONG)
+        answer = await submit(engine, PROMPT, sampling=LONG)
         await asyncio.sleep(0.3)
         answer.cancel()
         await error_of(answer)
@@ -376,8 +422,8 @@ async def test_a_long_step_is_cut_short_when_nobody_waits_for_it() -> None:
 
 async def test_a_step_is_not_cut_short_while_another_request_is_in_it() -> None:
     async with running("step_s=0.2") as engine:
-        first = engine.submit(PROMPT, sampling=LONG)
-        second = engine.submit(PROMPT, sampling=SHORT)
+        first = await submit(engine, PROMPT, sampling=LONG)
+        second = await submit(engine, PROMPT, sampling=SHORT)
         await first_delta(first)
         first.cancel()
         tokens = tokens_of((await read(second))[0])
@@ -388,7 +434,7 @@ async def test_a_step_is_not_cut_short_while_another_request_is_in_it() -> None:
 async def test_an_answer_out_of_time_ends_with_what_it_has(n_choices: int) -> None:
     sampling = SamplingParams(max_tokens=900, ignore_eos=True, stop=("\x00never",))
     async with running("step_s=0.01") as engine:
-        answer = engine.submit(PROMPT, sampling=sampling, n_choices=n_choices, timeout_s=0.4)
+        answer = await submit(engine, PROMPT, sampling=sampling, n_choices=n_choices, timeout_s=0.4)
         choices = await read(answer)
         for choice in range(n_choices):
             tokens, deltas = tokens_of(choices[choice]), choices[choice]
@@ -401,7 +447,7 @@ async def test_an_answer_out_of_time_ends_with_what_it_has(n_choices: int) -> No
 async def test_out_of_time_in_the_queue_and_in_a_long_step() -> None:
     """The step is cut short: nobody in it has time left."""
     async with running("step_s=30", max_sequences=1) as engine:
-        answers = [engine.submit(PROMPT, sampling=LONG, timeout_s=0.5) for _ in range(2)]
+        answers = [await submit(engine, PROMPT, sampling=LONG, timeout_s=0.5) for _ in range(2)]
         for answer in answers:
             (deltas,) = (await read(answer)).values()
             assert deltas == [Delta(answer.request_id, 0, finish=TIMED_OUT)]
@@ -412,14 +458,14 @@ async def test_out_of_time_in_the_queue_and_in_a_long_step() -> None:
 
 async def test_time_enough_changes_nothing() -> None:
     async with running() as engine:
-        deltas = await read(engine.submit(PROMPT, sampling=SHORT, timeout_s=60))
+        deltas = await read(await submit(engine, PROMPT, sampling=SHORT, timeout_s=60))
         assert tokens_of(deltas[0]) == continuation(PROMPT, SHORT)
 
 
 @on_both_loops
 async def test_an_answer_nobody_holds_cancels_itself() -> None:
     async with running("step_s=0.01") as engine:
-        answer = engine.submit(PROMPT, sampling=LONG)
+        answer = await submit(engine, PROMPT, sampling=LONG)
         await first_delta(answer)
         del answer
         gc.collect()
@@ -428,17 +474,19 @@ async def test_an_answer_nobody_holds_cancels_itself() -> None:
 
 async def test_a_request_that_breaks_its_step_does_not_break_the_worker() -> None:
     async with running() as engine:
-        assert (await error_of(engine.submit([RAISES], sampling=SHORT))).code == "internal"
-        assert (await error_of(engine.submit([NOT_FINITE], sampling=SHORT))).code == "numeric"
-        deltas = await read(engine.submit(PROMPT, sampling=SHORT))
+        assert (await error_of(await submit(engine, [RAISES], sampling=SHORT))).code == "internal"
+        assert (
+            await error_of(await submit(engine, [NOT_FINITE], sampling=SHORT))
+        ).code == "numeric"
+        deltas = await read(await submit(engine, PROMPT, sampling=SHORT))
         assert tokens_of(deltas[0]) == continuation(PROMPT, SHORT)
         assert engine.restarts == 0
 
 
 async def test_output_that_is_not_finite_fails_one_request_of_a_step() -> None:
     async with running("step_s=0.01") as engine:
-        good = engine.submit(PROMPT, sampling=SHORT)
-        bad = engine.submit([*PROMPT, NOT_FINITE], sampling=SHORT, n_choices=3)
+        good = await submit(engine, PROMPT, sampling=SHORT)
+        bad = await submit(engine, [*PROMPT, NOT_FINITE], sampling=SHORT, n_choices=3)
         assert (await error_of(bad)).code == "numeric"
         assert tokens_of((await read(good))[0]) == continuation(PROMPT, SHORT)
 
@@ -446,8 +494,8 @@ async def test_output_that_is_not_finite_fails_one_request_of_a_step() -> None:
 async def test_an_expert_that_cannot_be_read_fails_its_request_by_name() -> None:
     async with running("step_s=0.01") as engine:
         sampling = SamplingParams(max_tokens=12, seed=2, ignore_eos=True)
-        good = engine.submit(PROMPT, sampling=sampling, n_choices=2)
-        error = await error_of(engine.submit([*PROMPT, NO_EXPERT, *PROMPT], sampling=SHORT))
+        good = await submit(engine, PROMPT, sampling=sampling, n_choices=2)
+        error = await error_of(await submit(engine, [*PROMPT, NO_EXPERT, *PROMPT], sampling=SHORT))
         assert error.code == "io_error"
         assert str(error).endswith("disk: layer 3, expert 17: the file ends inside it")
         deltas = await read(good)
@@ -466,13 +514,13 @@ async def test_requests_that_the_disk_fails_in_a_row_show(monkeypatch: pytest.Mo
     async with running() as engine:
         for n in range(FAULTS):
             assert not engine.is_failing, n
-            await error_of(engine.submit(bad, sampling=SHORT))
+            await error_of(await submit(engine, bad, sampling=SHORT))
         assert engine.is_failing
         with monkeypatch.context() as patch:
-            patch.setattr("cflow.engine.client.engine.FAULT_S", 0.0)
+            patch.setattr("cflow.engine.client.local.FAULT_S", 0.0)
             assert not engine.is_failing
         assert engine.is_failing
-        await read(engine.submit(PROMPT, sampling=SHORT))
+        await read(await submit(engine, PROMPT, sampling=SHORT))
         assert not engine.is_failing
 
 
@@ -484,9 +532,9 @@ async def test_requests_that_the_disk_fails_in_a_row_show(monkeypatch: pytest.Mo
 async def test_a_killed_worker_fails_what_runs_and_is_replaced(busy: bool) -> None:
     async with running("step_s=0.01") as engine:
         ready = await engine.wait_ready()
-        await read(engine.submit(PROMPT, sampling=SHORT))
+        await read(await submit(engine, PROMPT, sampling=SHORT))
         await until(lambda: engine.stats.prompt_tokens == len(PROMPT))
-        answers = [engine.submit(PROMPT, sampling=LONG) for _ in range(4 if busy else 0)]
+        answers = [await submit(engine, PROMPT, sampling=LONG) for _ in range(4 if busy else 0)]
         if busy:
             await first_delta(answers[0])
         before = engine.stats
@@ -495,11 +543,11 @@ async def test_a_killed_worker_fails_what_runs_and_is_replaced(busy: bool) -> No
             assert (await error_of(answer)).code == "worker_died"
         await until(lambda: engine.state == "restarting")
         with pytest.raises(EngineError) as caught:
-            engine.submit(PROMPT, sampling=SHORT)
+            await submit(engine, PROMPT, sampling=SHORT)
         assert caught.value.code == "worker_died"
         assert (await engine.wait_ready()).pid != ready.pid
         assert engine.restarts == 1
-        deltas = await read(engine.submit(PROMPT, sampling=SHORT))
+        deltas = await read(await submit(engine, PROMPT, sampling=SHORT))
         assert tokens_of(deltas[0]) == continuation(PROMPT, SHORT)
         await until(lambda: engine.stats.prompt_tokens >= before.prompt_tokens + len(PROMPT))
         assert engine.stats.steps > before.steps
@@ -517,7 +565,7 @@ async def test_a_worker_starts_beside_a_thousand_connections() -> None:
         while opened[-1] < 1024:
             opened.append(os.dup(opened[0]))
         async with asyncio.timeout(WAIT_S), running() as engine:
-            deltas = await read(engine.submit(PROMPT, sampling=SHORT))
+            deltas = await read(await submit(engine, PROMPT, sampling=SHORT))
             assert tokens_of(deltas[0]) == continuation(PROMPT, SHORT)
     finally:
         for fd in opened:
@@ -528,20 +576,20 @@ async def test_a_worker_starts_beside_a_thousand_connections() -> None:
 @on_both_loops
 async def test_a_hanging_worker_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     states: list[str] = []
-    set_state = Engine._set_state
+    set_state = LocalEngine._set_state
 
-    def note(engine: Engine, state: State) -> None:
+    def note(engine: LocalEngine, state: State) -> None:
         states.append(state)
         set_state(engine, state)
 
-    monkeypatch.setattr(Engine, "_set_state", note)
+    monkeypatch.setattr(LocalEngine, "_set_state", note)
     async with running(stuck_s=1.0) as engine:
-        answer = engine.submit([HANGS], sampling=SHORT)
+        answer = await submit(engine, [HANGS], sampling=SHORT)
         assert (await error_of(answer)).code == "worker_stuck"
         await until(lambda: engine.restarts)
         assert states == ["ready", "stuck", "restarting"]
         await engine.wait_ready()
-        await read(engine.submit(PROMPT, sampling=SHORT))
+        await read(await submit(engine, PROMPT, sampling=SHORT))
 
 
 async def test_waits_between_restarts_grow() -> None:
@@ -561,11 +609,11 @@ async def test_waits_between_restarts_grow() -> None:
 async def test_draining_finishes_what_runs_and_takes_no_more() -> None:
     async with running("step_s=0.02") as engine:
         ready = await engine.wait_ready()
-        answers = [engine.submit(PROMPT, sampling=SHORT) for _ in range(3)]
+        answers = [await submit(engine, PROMPT, sampling=SHORT) for _ in range(3)]
         draining = asyncio.create_task(engine.drain(WAIT_S))
         await until(lambda: engine.state == "draining")
         with pytest.raises(EngineError) as caught:
-            engine.submit(PROMPT, sampling=SHORT)
+            await submit(engine, PROMPT, sampling=SHORT)
         assert caught.value.code == "draining"
         for answer in answers:
             assert tokens_of((await read(answer))[0]) == continuation(PROMPT, SHORT)
@@ -578,7 +626,7 @@ async def test_draining_finishes_what_runs_and_takes_no_more() -> None:
 @on_both_loops
 async def test_draining_fails_what_does_not_finish_in_time() -> None:
     async with running("step_s=0.02") as engine:
-        answer = engine.submit(PROMPT, sampling=LONG)
+        answer = await submit(engine, PROMPT, sampling=LONG)
         await first_delta(answer)
         await engine.drain(0.2)
         assert (await error_of(answer)).code == "draining"
@@ -591,7 +639,7 @@ async def test_closing_leaves_no_worker(model: str) -> None:
         await until(lambda: engine._worker)
         assert engine._worker is not None
         pid = engine._worker.pid
-        answer = engine.submit(PROMPT, sampling=LONG) if engine.ready else None
+        answer = await submit(engine, PROMPT, sampling=LONG) if engine.ready else None
         await asyncio.sleep(0.1)
         await engine.close()
         await engine.close()
@@ -603,15 +651,16 @@ async def test_closing_leaves_no_worker(model: str) -> None:
 FRONT_END = """
 import asyncio, sys
 sys.path.insert(0, {tests!r})
-from test_engine import COMMAND, CARD, LONG, PROMPT
+from test_local import COMMAND, CARD, LONG, PROMPT
 from cflow.engine.base.config import EngineConfig
-from cflow.engine.client.engine import Engine
+from cflow.engine.client.local import LocalEngine
+from harness.asking import submit
 
 async def main():
-    engine = Engine(EngineConfig(model={model!r}), CARD, COMMAND)
+    engine = LocalEngine(EngineConfig(model={model!r}), CARD, COMMAND)
     engine.launch()
     ready = await engine.wait_ready()
-    answer = engine.submit(PROMPT, sampling=LONG)
+    answer = await submit(engine, PROMPT, sampling=LONG)
     print(ready.pid, flush=True)
     await asyncio.sleep(600)
 
@@ -637,7 +686,7 @@ async def test_signals_of_the_terminal_do_not_reach_the_worker() -> None:
         ready = await engine.wait_ready()
         os.kill(ready.pid, signal.SIGINT)
         await asyncio.sleep(0.2)
-        await read(engine.submit(PROMPT, sampling=SHORT))
+        await read(await submit(engine, PROMPT, sampling=SHORT))
         assert engine.restarts == 0
 
 
@@ -655,11 +704,11 @@ def assert_follows(deltas: Sequence[Delta], pattern: str) -> None:
 
 async def test_answers_follow_their_grammar_each_in_its_own_way() -> None:
     async with running() as engine:
-        choices = await read(engine.submit(PROMPT, sampling=WORD, n_choices=5))
+        choices = await read(await submit(engine, PROMPT, sampling=WORD, n_choices=5))
         for deltas in choices.values():
             assert_follows(deltas, "[b-d]{8}-x?")
         assert len({text_of(tokens_of(deltas)) for deltas in choices.values()}) > 1
-        free = (await read(engine.submit(PROMPT, sampling=SHORT)))[0]
+        free = (await read(await submit(engine, PROMPT, sampling=SHORT)))[0]
         assert tokens_of(free) == continuation(PROMPT, SHORT)
 
 
@@ -667,9 +716,9 @@ async def test_being_set_back_changes_nothing_in_a_constrained_answer() -> None:
     sampling = structs.replace(WORD, max_tokens=300, grammar=from_regex("([a-m]{7}-){20,30}"))
     prompts = [PROMPT[i:] for i in range(6)]
     async with running("n_blocks=64") as engine:
-        calm = [await read(engine.submit(p, sampling=sampling)) for p in prompts]
+        calm = [await read(await submit(engine, p, sampling=sampling)) for p in prompts]
     async with running("n_blocks=12", context=350) as engine:
-        answers = [engine.submit(p, sampling=sampling) for p in prompts]
+        answers = [await submit(engine, p, sampling=sampling) for p in prompts]
         crowded = [await read(answer) for answer in answers]
         await until(lambda: engine.stats.preemptions)
     assert [tokens_of(d[0]) for d in crowded] == [tokens_of(d[0]) for d in calm]
@@ -686,7 +735,7 @@ async def test_the_end_comes_only_where_the_grammar_is_whole(ignore_eos: bool) -
             sampling = structs.replace(
                 WORD, grammar=grammar, seed=seed, max_tokens=400, ignore_eos=ignore_eos
             )
-            deltas = (await read(engine.submit(PROMPT, sampling=sampling)))[0]
+            deltas = (await read(await submit(engine, PROMPT, sampling=sampling)))[0]
             text = text_of(tokens_of(deltas))
             if deltas[-1].finish == Finish("stop"):
                 assert re.fullmatch("([a-z]{9} )*", text), text
@@ -698,7 +747,7 @@ async def test_min_tokens_holds_as_long_as_the_grammar_can_go_on() -> None:
     async with running() as engine:
         for grammar, n in ((from_regex("[a-z]*"), 30), (from_regex("[a-z]{5}"), 5)):
             sampling = structs.replace(WORD, grammar=grammar, min_tokens=30)
-            deltas = (await read(engine.submit(PROMPT, sampling=sampling)))[0]
+            deltas = (await read(await submit(engine, PROMPT, sampling=sampling)))[0]
             assert len(text_of(tokens_of(deltas))) >= n
             assert n == 30 or len(tokens_of(deltas)) == n
 
@@ -706,14 +755,14 @@ async def test_min_tokens_holds_as_long_as_the_grammar_can_go_on() -> None:
 async def test_a_stop_string_ends_a_constrained_answer() -> None:
     sampling = structs.replace(WORD, stop=("-",))
     async with running() as engine:
-        deltas = (await read(engine.submit(PROMPT, sampling=sampling)))[0]
+        deltas = (await read(await submit(engine, PROMPT, sampling=sampling)))[0]
     assert deltas[-1].finish == Finish("stop", "-")
     assert re.fullmatch("[b-d]{8}", "".join(delta.text for delta in deltas))
 
 
 async def test_what_cannot_be_followed_fails_alone() -> None:
     async with running("step_s=0.002") as engine:
-        beside = engine.submit(PROMPT, sampling=structs.replace(LONG, max_tokens=100))
+        beside = await submit(engine, PROMPT, sampling=structs.replace(LONG, max_tokens=100))
         bad = {
             "cannot be used": structs.replace(WORD, grammar=from_regex("(")),
             "allow no token": structs.replace(
@@ -724,19 +773,19 @@ async def test_what_cannot_be_followed_fails_alone() -> None:
             ),
         }
         for words, sampling in bad.items():
-            error = await error_of(engine.submit(PROMPT, sampling=sampling))
+            error = await error_of(await submit(engine, PROMPT, sampling=sampling))
             assert error.code == "invalid_request"
             assert words in str(error)
         deltas = (await read(beside))[0]
         assert len(tokens_of(deltas)) == 100
-        assert_follows((await read(engine.submit(PROMPT, sampling=WORD)))[0], "[b-d]{8}-x?")
+        assert_follows((await read(await submit(engine, PROMPT, sampling=WORD)))[0], "[b-d]{8}-x?")
 
 
 async def test_one_cancelled_while_its_grammar_compiles_is_answered_once() -> None:
     big = from_json_schema({"enum": [f"v{i}" for i in range(20000)]})
     async with running() as engine:
-        answers = [engine.submit(PROMPT, sampling=structs.replace(WORD, grammar=big))]
-        answers += [engine.submit(PROMPT, sampling=WORD) for _ in range(3)]
+        answers = [await submit(engine, PROMPT, sampling=structs.replace(WORD, grammar=big))]
+        answers += [await submit(engine, PROMPT, sampling=WORD) for _ in range(3)]
         for answer in answers[:3]:
             answer.cancel()
         for answer in answers[:3]:
