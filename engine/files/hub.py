@@ -1,7 +1,8 @@
-"""From a model reference to a .cflow file: catalogue names, paths, hf:org/repo, the bundled model.
+"""Model references: catalogue names, paths, hf:org/repo, and the bundled model.
 
-Other formats are converted once, into the cache ($XDG_CACHE_HOME/cflow). Names there contain a hash
-that identifies the source, so a changed source is converted again.
+`resolve` gives the .cflow file to run: any other source is converted once into the cache,
+$XDG_CACHE_HOME/cflow. A file's name there carries a hash of its source, so a changed source is converted
+again. `found` gives the source itself, for a conversion of one's own.
 """
 
 from __future__ import annotations
@@ -22,8 +23,7 @@ from cflow.engine.base.errors import ModelError, NoModelError
 from cflow.engine.base.reports import Report, silent
 from cflow.engine.files import catalogue
 from cflow.engine.files.catalogue import Entry
-from cflow.engine.files.convert import convert
-from cflow.engine.files.formats.cflow import MAGIC
+from cflow.engine.files.formats.magic import MAGIC
 
 CONVERTER = 1  # raise it when the same source converts to another file
 BUNDLED = "tinystories"
@@ -36,26 +36,41 @@ def resolve(reference: str, *, progress: Report = silent) -> Path:
 
     Raises ModelError."""
     try:
-        return _resolve(reference, progress)
+        entry = catalogue.entries().get(reference)
+        if entry is not None:
+            return _from_catalogue(entry, progress)
+        return _from_path(_locate(reference, progress), progress)
     except OSError as error:
         raise ModelError(f"cannot use the model {reference!r}: {error}") from error
 
 
-def _resolve(reference: str, report: Report) -> Path:
-    known = catalogue.entries()
+@contextmanager
+def found(reference: str, *, progress: Report = silent) -> Iterator[Path]:
+    """The file or folder that a reference names, unconverted. May download.
+
+    A checkpoint of the catalogue is removed at the end, as `resolve` does once it is converted."""
+    entry = catalogue.entries().get(reference)
+    if entry is None:
+        yield _locate(reference, progress)
+        return
+    with _lock(_catalogue_file(entry)), _fetched(entry, progress) as checkpoint:
+        yield checkpoint
+
+
+def _locate(reference: str, report: Report) -> Path:
+    """The file or folder of a reference that is not in the catalogue."""
     if reference == BUNDLED:
         return BUNDLED_FILE
-    if reference in known:
-        return _from_catalogue(known[reference], report)
     if reference.startswith("hf:"):
-        return _from_path(_from_hub(reference.removeprefix("hf:"), report), report)
+        return _from_hub(reference.removeprefix("hf:"), report)
     path = Path(os.path.expanduser(reference))
     if not path.exists():
+        known = ", ".join([*catalogue.entries(), BUNDLED])
         raise NoModelError(
-            f"no model {reference!r}: it is neither a file or folder here, nor hf:org/repo, nor in "
-            f"the catalogue ({', '.join([*known, BUNDLED])})"
+            f"no model {reference!r}: not a file or folder here, not hf:org/repo, and not in the "
+            f"catalogue ({known})"
         )
-    return _from_path(path, report)
+    return path
 
 
 def _from_path(path: Path, report: Report) -> Path:
@@ -74,6 +89,8 @@ def _from_path(path: Path, report: Report) -> Path:
 
 
 def _convert(source: Path, target: Path, report: Report) -> None:
+    from cflow.engine.files.convert import convert  # brings numpy and the C library
+
     what = f"converting {source.name}"
     convert(str(source), target, progress=lambda done, total: report(what, done, total))
 
@@ -103,10 +120,17 @@ def _locked(target: Path) -> Iterator[bool]:
     if target.exists():
         yield True
         return
+    with _lock(target):
+        yield target.exists()
+
+
+@contextmanager
+def _lock(target: Path) -> Iterator[None]:
+    """One process at a time works on `target`, and removes the leftovers of killed ones first."""
     with open(target.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         _clear(target)
-        yield target.exists()
+        yield
 
 
 def _clear(target: Path) -> None:
@@ -132,13 +156,21 @@ def _from_catalogue(entry: Entry, report: Report) -> Path:
     target = _catalogue_file(entry)
     with _locked(target) as is_done:
         if not is_done:
-            _need_space(entry, target.parent)
-            prefix, suffix = f".{target.name}.", ".part"  # for _clear
-            with tempfile.TemporaryDirectory(suffix, prefix, target.parent) as folder:
-                checkpoint = Path(folder) / f"{entry.name}.gguf"
-                catalogue.fetch(entry, checkpoint, report)
+            with _fetched(entry, report) as checkpoint:
                 _convert(checkpoint, target, report)
     return target
+
+
+@contextmanager
+def _fetched(entry: Entry, report: Report) -> Iterator[Path]:
+    """The checkpoint of an entry, downloaded for the time of this context."""
+    target = _catalogue_file(entry)
+    _need_space(entry, target.parent)
+    prefix, suffix = f".{target.name}.", ".part"  # for _clear
+    with tempfile.TemporaryDirectory(suffix, prefix, target.parent) as folder:
+        checkpoint = Path(folder) / f"{entry.name}.gguf"
+        catalogue.fetch(entry, checkpoint, report)
+        yield checkpoint
 
 
 def _need_space(entry: Entry, folder: Path) -> None:
@@ -148,8 +180,8 @@ def _need_space(entry: Entry, folder: Path) -> None:
     free = shutil.disk_usage(folder).free
     if free < need:
         raise ModelError(
-            f"{entry.name} needs {need / 1e9:.1f} GB in {folder} while it is fetched; "
-            f"{free / 1e9:.1f} GB are free"
+            f"{entry.name} needs {need / 1e9:.1f} GB of free space in {folder} while it is fetched, "
+            f"but only {free / 1e9:.1f} GB are free; set XDG_CACHE_HOME to a folder on a larger disk"
         )
 
 
@@ -167,6 +199,6 @@ def _from_hub(repository: str, report: Report) -> Path:
     except (OSError, ValueError, errors.HfHubHTTPError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(
-            f"cannot fetch hf:{repository} ({first}). With a network, `hf download {name}` must work"
+            f"cannot fetch hf:{repository} ({first}); check the network with `hf download {name}`"
         ) from error
     return Path(folder)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,8 @@ from cflow.engine.files.formats.tiles import Bytes, Planes, pack, stripe_rows
 from cflow.engine.files.models import banks
 from cflow.engine.files.models.spec import MAX_LAYERS, LayerSpec, ModelSpec, Rope
 from cflow.engine.files.models.vocabulary import byte_vocabulary
+from cflow.engine.files.shapes import shape_path
 
-SHAPES = Path(__file__).parents[2] / "configs" / "shapes"
 POOL_BLOCKS = (
     4099  # random blocks per stripe height; a prime, so that tensors do not repeat in step
 )
@@ -27,15 +26,9 @@ ADDED = ("o", "down", "shared_down", "expert_down")  # outputs that a layer adds
 CODE_STD = math.sqrt((16**2 - 1) / 12)  # of a uniform 4-bit code
 
 
-def shape_names() -> list[str]:
-    return sorted(path.stem for path in SHAPES.glob("*.toml"))
-
-
 def load_shape(shape: str) -> ModelSpec:
     """A shape by name or from a .toml file: fields of ModelSpec, and of LayerSpec in [layer]."""
-    path = Path(shape) if shape.endswith(".toml") else SHAPES / f"{shape}.toml"
-    if shape not in shape_names() and not (shape.endswith(".toml") and os.path.isfile(path)):
-        raise ModelError(f"no shape {shape!r}; there are {', '.join(shape_names())}")
+    path = shape_path(shape)
     try:
         table = tomllib.loads(path.read_text())
         layer = dict(table.pop("layer"))

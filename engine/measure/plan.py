@@ -13,7 +13,7 @@ from cflow.engine.base.config import EngineConfig
 from cflow.engine.base.errors import EngineError
 from cflow.engine.base.native_types import OpInfo
 from cflow.engine.files.inspect import check_whole
-from cflow.engine.files.synth import shape_names, synth_header
+from cflow.engine.files.synth import synth_header
 from cflow.engine.measure.disk_probe import probe_disk
 from cflow.engine.memory.budget import Budget, Share, read_header
 from cflow.engine.memory.experts import ExpertBank
@@ -92,10 +92,6 @@ class Plan:
             "predicted_decode_tok_s": self.predicted_decode_tok_s,
             "context_in_memory": self.context_in_memory,
         } | fields
-
-
-def is_shape(reference: str) -> bool:
-    return reference in shape_names() or reference.endswith(".toml")
 
 
 def run(config: EngineConfig) -> Plan:

@@ -1,8 +1,11 @@
-"""The cflow command."""
+"""The cflow command and its list of commands.
+
+Every start imports this module and the flags of all commands, so the modules it imports stay light:
+what a command runs is imported when it runs.
+"""
 
 from __future__ import annotations
 
-import logging
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +15,10 @@ import typer
 
 from cflow.engine.base.errors import CflowError
 from cflow.server.commands import files, lab, measure, talk
-from cflow.server.commands.models import resolve, resolve_default
+from cflow.server.commands.models import KINDS, resolve, resolve_default
 from cflow.server.commands.options import engine_flags, read_settings
-from cflow.server.commands.progress import console
+from cflow.server.commands.progress import say
+from cflow.server.config import server_config
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -26,7 +30,7 @@ app = typer.Typer(
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        from cflow.server.http.routes.health import version
+        from cflow.server.version import version
 
         print(f"cflow {version()}")
         raise typer.Exit
@@ -36,7 +40,9 @@ def _show_version(wanted: bool) -> None:
 def cflow(
     show_version: Annotated[
         bool,
-        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
+        ),
     ] = False,
 ) -> None:
     """Serve language models from CPU machines at the speed their memory allows."""
@@ -49,67 +55,93 @@ def serve(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="Catalogue name, .cflow, .vflow or .gguf file, Hugging Face folder, or hf:org/repo. "
-            "Default: smollm2-135m, or tinystories where that cannot be fetched."
+            help=f"The model: {KINDS}. Default: smollm2-135m, or tinystories if that cannot be fetched."
         ),
     ] = None,
     host: Annotated[
-        str | None, typer.Option(help="Address to listen on; 0.0.0.0 for all. Default: 127.0.0.1.")
+        str | None,
+        typer.Option(help="Address to listen on, 0.0.0.0 for all. Default: 127.0.0.1."),
     ] = None,
     port: Annotated[
-        int | None, typer.Option(help="Port; 0 for any free one. Default: 8000.")
+        int | None, typer.Option(help="Port to listen on, 0 for any free one. Default: 8000.")
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(help="TOML file; weaker than CFLOW_* and flags.")
+        Path | None,
+        typer.Option(help="TOML file of settings, as configs/server.toml. Default: none."),
     ] = None,
     api_keys: Annotated[
-        Path | None, typer.Option(help="File of keys, one KEY or NAME: KEY a line.")
+        Path | None,
+        typer.Option(
+            help="File of API keys, one KEY or NAME: KEY a line. Default: no key is needed."
+        ),
     ] = None,
     served_name: Annotated[
-        str | None, typer.Option(help="The model's name in the API. Default: as given.")
+        str | None, typer.Option(help="Name of the model in the API. Default: the MODEL argument.")
     ] = None,
     max_queue: Annotated[
-        int | None, typer.Option(help="Answers that may wait; more get 429. Default: 1024.")
+        int | None,
+        typer.Option(help="Most answers that may wait; further requests get a 429. Default: 1024."),
     ] = None,
     max_step_ms: Annotated[
         int | None,
-        typer.Option(help="How long others' prompts may delay a running stream. Default: 250."),
+        typer.Option(
+            help="Longest delay of a running stream by other requests' prompts, in milliseconds. "
+            "Default: 250."
+        ),
     ] = None,
     max_sequences: Annotated[
-        int | None, typer.Option(help="Answers made at a time. Default: 64.")
+        int | None, typer.Option(help="Most answers generated at the same time. Default: 64.")
     ] = None,
     max_body: Annotated[
-        str | None, typer.Option(help="Largest request body. Default: 8MiB.")
+        str | None, typer.Option(help="Largest request body in bytes. Default: 8MiB.")
     ] = None,
     drain_timeout: Annotated[
         float | None,
-        typer.Option(help="Seconds running requests get after SIGTERM. Default: 30."),
+        typer.Option(help="Seconds for running requests to finish after SIGTERM. Default: 30."),
     ] = None,
     cors_origins: Annotated[
-        str | None, typer.Option(help="Origins whose pages may call, with commas; * for all.")
+        str | None,
+        typer.Option(
+            help="Origins whose pages may call from a browser, with commas, as in "
+            "https://ui.example; * for all. Default: none."
+        ),
     ] = None,
     tls_cert: Annotated[
-        Path | None, typer.Option(help="Certificate in PEM form: serve HTTPS.")
+        Path | None,
+        typer.Option(help="Certificate in PEM form, to serve HTTPS. Default: HTTP."),
     ] = None,
-    tls_key: Annotated[Path | None, typer.Option(help="Its key, if not in the same file.")] = None,
+    tls_key: Annotated[
+        Path | None,
+        typer.Option(help="Key of the certificate in PEM form. Default: in the same file."),
+    ] = None,
     otlp_traces_endpoint: Annotated[
         str | None,
         typer.Option(
-            help="Where OpenTelemetry traces go, such as http://collector:4318/v1/traces; needs the "
-            "extra otel. Default: nowhere."
+            help="OpenTelemetry collector for traces, as in http://collector:4318/v1/traces; needs the "
+            "extra otel. Default: no traces."
         ),
     ] = None,
     access_log: Annotated[
-        bool | None, typer.Option("--access-log", help="A line for each request.")
+        bool | None,
+        typer.Option("--access-log", help="Log a line for each request. Default: off."),
     ] = None,
     moe_top_k: Annotated[
         int | None,
         typer.Option(
-            help="Experts a token uses where the request does not say. Default: as the model says."
+            help="Experts a token uses, for requests that do not set it. Default: the model's number."
         ),
     ] = None,
 ) -> None:
-    """Serve a model behind the OpenAI HTTP API. Settings: file < CFLOW_* environment < flags."""
+    """Serve a model behind the OpenAI HTTP API.
+
+    Every setting is a flag (--max-queue), an environment variable (CFLOW_MAX_QUEUE) and a key of the
+    config file (max_queue). Flags override the environment, which overrides the file.
+
+    \b
+    cflow serve
+    cflow serve qwen2.5-coder-0.5b --host 0.0.0.0 --api-keys keys.txt
+    cflow serve model.gguf --threads 8 --kv-memory 4GiB
+    """
     flags = {
         "model": model, "host": host, "port": port, "api_keys": api_keys,
         "served_name": served_name, "max_queue": max_queue, "max_step_ms": max_step_ms,
@@ -122,14 +154,21 @@ def serve(
 
 
 def _serve(settings: dict[str, Any]) -> None:
-    from cflow.server.commands.serve import listen, serve
-    from cflow.server.config import server_config
+    """Check all that can be wrong before a long download, then serve."""
+    import logging
+
+    from cflow.server.http.auth import ApiKeys
+    from cflow.server.http.listen import listen
+    from cflow.server.http.tls import read_certificate
 
     config = server_config(settings)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s")
     logging.getLogger("cflow.access").disabled = not config.access_log
+    listen(config.host, config.port).close()
+    if config.api_keys:
+        ApiKeys(config.api_keys)
+    read_certificate(config.tls_cert, config.tls_key)
     reference = config.engine.model
-    listen(config.host, config.port).close()  # a port in use is told before a long download
     if "model" in settings:
         path = resolve(reference)
     else:
@@ -137,6 +176,8 @@ def _serve(settings: dict[str, Any]) -> None:
     name = config.engine.served_name or (
         Path(reference).stem if Path(reference).exists() else reference
     )
+    from cflow.server.commands.serve import serve
+
     serve(replace(config, engine=replace(config.engine, model=str(path), served_name=name)))
 
 
@@ -149,9 +190,9 @@ app.add_typer(lab.app, name="lab")
 
 
 def main() -> None:
-    """Runs the command; an expected error is one line and exit code 1."""
+    """Run the command. An expected error is one line on stderr and exit code 1."""
     try:
         app()
     except CflowError as error:
-        console.print(f"cflow: error: {error}", markup=False)
+        say(f"error: {error}")
         sys.exit(1)

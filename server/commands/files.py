@@ -1,8 +1,7 @@
-"""cflow convert, synth, plan, inspect: making model files and looking into them."""
+"""cflow convert, synth, plan, inspect: write model files and look into them."""
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cflow.engine.base.errors import NoModelError
-from cflow.server.commands.models import MODEL, resolve
+from cflow.server.commands.models import KINDS, MODEL, found, resolve
 from cflow.server.commands.options import engine_flags, read_engine
 from cflow.server.commands.output import Json, print_json, size, table
-from cflow.server.commands.progress import byte_progress, console
+from cflow.server.commands.progress import byte_progress, say
 
 if TYPE_CHECKING:
     from cflow.engine.files.inspect import Inspection
@@ -24,45 +23,62 @@ OUT = Annotated[Path, typer.Argument(help="The .cflow or .vflow file to write.")
 ORDER = Annotated[
     str | None,
     typer.Option(
-        help="How the weights lie in the file. layer: layer by layer (.cflow); stage: as the stages "
-        "of the plan read them (.vflow).",
-        show_default="that of OUT's suffix",
+        help="Order of the weights in the file: layer (layer by layer, .cflow) or stage (as the "
+        "stages of the plan read them, .vflow). Default: by the suffix of OUT.",
     ),
 ]
 
 
 def convert(
-    source: Annotated[str, typer.Argument(help="A .gguf file or a Hugging Face folder.")],
+    source: Annotated[str, typer.Argument(help=f"The model to convert: {KINDS}.")],
     out: OUT,
     quant: Annotated[
         str,
         typer.Option(
-            help="keep: each tensor in the encoding that holds it exactly; or q4_0, q4_1, q8_0, "
-            "f16, bf16, f32."
+            help="Encoding of the matrices: q4_0, q4_1, q8_0, f16, bf16, f32, or keep, which gives "
+            "each tensor the encoding that holds it exactly."
         ),
     ] = "keep",
     order: ORDER = None,
 ) -> None:
-    """Convert a model into cflow's own format, whole or not at all."""
-    from cflow.engine.files import convert as converter
+    """Convert a model to cflow's own format.
 
-    with byte_progress() as report:
-        converter.convert(
-            source, out, quant=quant, order=order,
-            progress=lambda done, total: report(f"writing {out.name}", done, total),
-        )  # fmt: skip
-    console.print(f"cflow: wrote {out} ({size(out.stat().st_size)})")
+    OUT is written whole or not at all.
+
+    \b
+    cflow convert model.gguf model.cflow
+    cflow convert hf:HuggingFaceTB/SmolLM2-135M-Instruct smol.cflow --quant q4_0
+    """
+    with found(source) as path:
+        from cflow.engine.files import convert as converter
+
+        with byte_progress() as report:
+            converter.convert(
+                str(path), out, quant=quant, order=order,
+                progress=lambda done, total: report(f"writing {out.name}", done, total),
+            )  # fmt: skip
+    _say_written(out)
 
 
 def synth(
-    shape: Annotated[str, typer.Argument(help="A shape of configs/shapes, or a .toml file.")],
+    shape: Annotated[
+        str,
+        typer.Argument(help="Name of a shape in configs/shapes (qwen3-30b-a3b), or a .toml file."),
+    ],
     out: OUT,
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same weights.")] = 0,
     order: ORDER = None,
 ) -> None:
     """Write a model of a real shape with random weights.
 
-    For sizing, load and fault tests."""
+    For sizing, load tests and fault tests.
+
+    \b
+    cflow synth qwen3-30b-a3b random.cflow
+    """
+    from cflow.engine.files.shapes import shape_path
+
+    shape_path(shape)
     from cflow.engine.files import synth as maker
 
     with byte_progress() as report:
@@ -70,7 +86,11 @@ def synth(
             shape, out, seed=seed, order=order,
             progress=lambda done, total: report(f"writing {out.name}", done, total),
         )  # fmt: skip
-    console.print(f"cflow: wrote {out} ({size(out.stat().st_size)})")
+    _say_written(out)
+
+
+def _say_written(out: Path) -> None:
+    say(f"wrote {out} ({size(out.stat().st_size)})")
 
 
 @engine_flags(
@@ -78,32 +98,47 @@ def synth(
     "expert_read_rate",
 )  # fmt: skip
 def plan(
-    model: Annotated[str, typer.Argument(help="A model, or a shape of configs/shapes.")],
+    model: Annotated[
+        str,
+        typer.Argument(help=f"The model: {KINDS}; or a shape, as synth takes it."),
+    ],
     engine: dict[str, Any],
     json: Json = False,
 ) -> None:
-    """Say what a model needs and how fast it will be here.
+    """Predict what memory a model needs and how fast it runs here.
 
-    Before loading it, and with the settings that serve would take from flags and environment."""
+    Reads the model's header only and takes the same settings as serve. Measures the memory bandwidth,
+    which takes some seconds.
+
+    \b
+    cflow plan smollm2-135m --kv q8
+    cflow plan qwen3-30b-a3b --expert-cache 25%
+    """
     from cflow.engine.files import hub
-    from cflow.engine.measure import plan as planner
+    from cflow.engine.files.shapes import is_shape, shape_path
 
-    config = read_engine(model, engine)
-    if planner.is_shape(model) and not hub.has_made(model):
-        found = planner.run_shape(config)
+    config = read_engine(engine)
+    if is_shape(model) and not hub.has_made(model):
+        shape_path(model)
+        from cflow.engine.measure import plan as planner
+
+        predicted = planner.run_shape(replace(config, model=model))
     else:
-        found = planner.run(replace(config, model=str(_resolve_beside_shapes(model))))
-    print_json(found.to_json()) if json else _print_plan(model, found)
+        path = _resolve_beside_shapes(model)
+        from cflow.engine.measure import plan as planner
+
+        predicted = planner.run(replace(config, model=str(path)))
+    print_json(predicted.to_json()) if json else _print_plan(model, predicted)
 
 
 def _resolve_beside_shapes(model: str) -> Path:
-    """As resolve does; what there is no model of might have been a shape."""
-    from cflow.engine.files.synth import shape_names
+    """Resolve a model. The error for one that does not exist lists the shapes too."""
+    from cflow.engine.files.shapes import shape_names
 
     try:
         return resolve(model)
     except NoModelError as error:
-        raise NoModelError(f"{error}, nor a shape ({', '.join(shape_names())})") from None
+        raise NoModelError(f"{error}, and not a shape ({', '.join(shape_names())})") from None
 
 
 def _print_plan(model: str, plan: Plan) -> None:
@@ -119,15 +154,18 @@ def _print_plan(model: str, plan: Plan) -> None:
             ),
             *_disk_rows(plan),
             ("KV", _kv_text(plan)),
-            ("context", f"{plan.context}; memory holds {plan.context_in_memory} positions in all"),
+            (
+                "context",
+                f"{plan.context}; the memory holds {plan.context_in_memory} positions in all",
+            ),
             (
                 "bytes per token",
-                f"{size(plan.bytes_per_token)} of weights are read, whatever the delays; "
-                f"{size(plan.layer_bytes)} of them by layers",
+                f"{size(plan.bytes_per_token)} of weights, whatever the delays; "
+                f"{size(plan.layer_bytes)} of them in layers",
             ),
             (
                 "critical path",
-                f"{size(plan.critical_path_bytes)} of the layers' bytes wait for one another",
+                f"{size(plan.critical_path_bytes)} of the layers' bytes are read one after the other",
             ),
             (
                 "closed form",
@@ -136,7 +174,7 @@ def _print_plan(model: str, plan: Plan) -> None:
             ),
             (
                 "stages",
-                f"{plan.n_stages}, ops of one run together; {plan.n_barriers} barriers a token",
+                f"{plan.n_stages}, each of ops that run together; {plan.n_barriers} barriers a token",
             ),
             ("threads", f"{plan.threads} ({plan.threads_reason})"),
             ("memory bandwidth", f"{plan.probe_gb_s:.1f} GB/s with {plan.threads} threads"),
@@ -148,7 +186,7 @@ def _print_plan(model: str, plan: Plan) -> None:
         ],
     )
     for note in (*plan.notes, *filter(None, [plan.problem])):
-        console.print(f"cflow: {note}", markup=False)
+        say(note)
 
 
 def _kv_text(plan: Plan) -> str:
@@ -163,8 +201,8 @@ def _disk_rows(plan: Plan) -> list[tuple[str, str]]:
     rows = []
     if plan.layer_memory_bytes:
         text = (
-            f"{size(plan.layer_memory_bytes)} of memory: {plan.layers_kept} stay, the others pass "
-            f"through room for {plan.layers_at_once}; {size(plan.layer_disk_bytes)} a step read"
+            f"{size(plan.layer_memory_bytes)} of memory: {plan.layers_kept} stay, the rest share "
+            f"{plan.layers_at_once} slots; {size(plan.layer_disk_bytes)} read in every step"
         )
         rows.append(("layers", text))
     if plan.n_experts:
@@ -172,26 +210,30 @@ def _disk_rows(plan: Plan) -> list[tuple[str, str]]:
         text = f"{100 * share:.3g}% of {plan.n_experts} in memory, {size(plan.expert_bytes)}"
         rows.append(("experts", text))
     if plan.disk_bytes_per_token:
-        disk = f"at {plan.disk_gb_s:.2f} GB/s" if plan.disk_gb_s else "at a speed not known here"
-        equally = " if all experts are wanted equally often" if plan.n_experts else ""
+        disk = f"at {plan.disk_gb_s:.2f} GB/s" if plan.disk_gb_s else "at an unknown speed"
+        equally = " if all experts are used equally often" if plan.n_experts else ""
         rows.append(
             ("read from disk", f"{size(plan.disk_bytes_per_token)} a token{equally}, {disk}")
         )
     return rows
 
 
-def inspect(
-    model: MODEL,
-    json: Json = False,
-) -> None:
-    """Show what a model file holds."""
+def inspect(model: MODEL, json: Json = False) -> None:
+    """Show what a model file holds: sizes, layers, tensors and their encodings.
+
+    \b
+    cflow inspect smollm2-135m
+    """
+    path = resolve(model)
     from cflow.engine.files import inspect as inspector
 
-    found = inspector.run(resolve(model))
-    print_json(found.to_json()) if json else _print_inspection(found)
+    inspection = inspector.run(path)
+    print_json(inspection.to_json()) if json else _print_inspection(inspection)
 
 
 def _print_inspection(found: Inspection) -> None:
+    from collections import Counter
+
     from cflow.engine.files.inspect import describe
 
     header, metadata = found.header, found.metadata
@@ -205,10 +247,10 @@ def _print_inspection(found: Inspection) -> None:
         ("file", f"{size(header.file_bytes)}, format version {header.version}"),
         ("order", found.order),
         ("width", header.d_model),
-        ("layers", f"{header.n_layers}, {header.n_blocks} with weights of their own"),
+        ("layers", f"{header.n_layers}, {header.n_blocks} of them with their own weights"),
         ("vocabulary", f"{header.vocab_size} rows, {header.n_tokens} tokens"),
         ("context", header.context),
-        ("head", "the embedding" if header.tied else "its own"),
+        ("head", "the embedding" if header.tied else "separate"),
         ("tensors", ", ".join(f"{n} {name}" for name, n in sorted(encodings.items()))),
         ("chat template", "yes" if metadata.get("chat_template") else "no"),
     ]

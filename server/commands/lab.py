@@ -1,65 +1,86 @@
-"""cflow lab: training pipeline-native models and measuring what the design buys."""
+"""cflow lab: train pipeline-native models and measure what the design buys.
+
+The lab is part of a checkout, not of the wheel: it is looked for when one of its commands runs.
+"""
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cflow.engine.base import machine
 from cflow.engine.base.errors import CflowError
-from cflow.engine.lab import results
 from cflow.server.commands.output import table
-from cflow.server.commands.progress import console, count_progress, training_progress
-from cflow.server.config import read_limit
+from cflow.server.commands.progress import Bars, count_progress, say
 
 if TYPE_CHECKING:
     from cflow.engine.lab.overlap.figures import Cell
+    from cflow.engine.lab.train import Report as TrainingReport
+
+HAS_LAB = find_spec("cflow.engine.lab") is not None
 
 app = typer.Typer(
-    help="Train pipeline-native models and measure what the design buys. Needs the extra `lab`.",
-    no_args_is_help=True,
+    help="Train pipeline-native models and measure what the design buys (checkouts only).",
+    no_args_is_help=HAS_LAB,
+    invoke_without_command=True,
 )
 
 
+@app.callback()
+def lab() -> None:
+    if not HAS_LAB:
+        raise CflowError(
+            "the lab is not part of the installed package, only of a checkout: clone cflow's "
+            "repository with `git clone`, then run `pip install -e '.[lab]'` in it"
+        )
+
+
 @contextmanager
-def _lab() -> Iterator[None]:
-    """What the extra brings, or a word on how to get it."""
+def _needs_extra() -> Iterator[None]:
+    """Turn a missing module into an error that says how to install it."""
     try:
         yield
     except ModuleNotFoundError as error:
         raise CflowError(
-            f"`cflow lab` needs {error.name}, which comes with: pip install 'cflow[lab]'"
+            f"`cflow lab` needs {error.name}; install it in the checkout with: pip install -e '.[lab]'"
         ) from None
 
 
 @app.command()
 def train(
-    config: Annotated[Path, typer.Argument(help="A file as configs/train/tinystories.toml.")],
+    config: Annotated[
+        Path, typer.Argument(help="Settings of the runs, as configs/train/tinystories.toml.")
+    ],
     out: Annotated[
-        Path | None, typer.Option(help="Folder of the runs. Default: build/train/CONFIG's name.")
+        Path | None,
+        typer.Option(help="Folder of the runs. Default: build/train/NAME, by the name of CONFIG."),
     ] = None,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="Default: this machine's cores.")
+        int | None, typer.Option(min=1, help="Compute threads. Default: this machine's cores.")
     ] = None,
     device: Annotated[
-        str, typer.Option(help="cpu or cuda. Default: cuda where there is one.")
+        str, typer.Option(help="cpu or cuda. Default: cuda if there is one.", show_default=False)
     ] = "",
 ) -> None:
-    """Train every arm and seed that has no result yet.
+    """Train every arm and seed of CONFIG that has no result yet.
 
-    Those of CONFIG, into OUT; a run that was stopped goes on. Start it twice with --threads 1 and
-    two cores train two models: each run is done once."""
-    with _lab():
+    A run that was stopped continues. Each run is trained once, so two processes with --threads 1 train
+    two models at the same time.
+
+    \b
+    cflow lab train configs/train/tinystories.toml
+    """
+    with _needs_extra():
         from cflow.engine.lab import train as trainer
+    from cflow.engine.base import machine
 
     settings = trainer.read_config(config)
     folder = out or Path("build") / "train" / config.stem
-    with training_progress() as watch:
+    with _training_progress() as watch:
         results = trainer.train(
             settings,
             folder,
@@ -67,68 +88,103 @@ def train(
             device=device,
             watch=watch,
         )
-    console.print(f"cflow: wrote {results}")
+    say(f"wrote {results}")
+
+
+@contextmanager
+def _training_progress() -> Iterator[Callable[[TrainingReport], None]]:
+    """Yields watch(report): a bar for each run, or a line every hundred steps without a terminal."""
+    import sys
+
+    with Bars("steps") as bars:
+
+        def watch(report: TrainingReport) -> None:
+            name = report.run.folder
+            state = f"loss {report.loss:.3f}, {report.tokens_per_s:,.0f} tok/s"
+            bars.update(name, report.step, report.n_steps, state=state)
+            if report.step == report.n_steps:
+                say(f"{name} is trained: {state}")
+            elif not sys.stderr.isatty() and report.step % 100 == 0:
+                say(f"{name}: step {report.step} of {report.n_steps}, {state}")
+
+        yield watch
 
 
 @app.command()
 def bundle(
-    run: Annotated[Path, typer.Argument(help="The folder of a finished run of `cflow lab train`.")],
+    run: Annotated[Path, typer.Argument(help="Folder of a finished run of `cflow lab train`.")],
     out: Annotated[Path, typer.Argument(help="The .cflow file to write.")],
 ) -> None:
-    """Make the model `tinystories` of cflow out of a trained run."""
+    """Make cflow's bundled model, tinystories, from a trained run."""
     from cflow.engine.lab.bundle import bundle as make
 
     make(run, out)
-    console.print(f"cflow: wrote {out} ({out.stat().st_size / 1e6:.1f} MB)")
+    say(f"wrote {out} ({out.stat().st_size / 1e6:.1f} MB)")
 
 
 @app.command()
 def claims(
     retrain: Annotated[
         bool,
-        typer.Option("--retrain", help="Train first what build/train has no result of: hours."),
+        typer.Option(
+            "--retrain", help="First train the runs that build/train has no result of: hours."
+        ),
     ] = False,
     big: Annotated[
         Path | None,
-        typer.Option(help="Measure the 17 GB models anew: a folder for them with 18 GB free."),
+        typer.Option(
+            help="Measure the 17 GB models again, in this folder with 18 GB free. Default: keep their "
+            "committed figures."
+        ),
     ] = None,
 ) -> None:
     """Measure what the design claims.
 
-    From the root of a checkout; writes docs/claims.md."""
-    with _lab():
+    Run it in the root of a checkout. Writes docs/claims.md.
+    """
+    with _needs_extra():
         from cflow.engine.lab import claims as claim_table
 
     if retrain:
+        import shutil
+
         train(Path("configs/train/tinystories.toml"))
         results = Path("build/train/tinystories")
         shutil.copy(results / "results.json", "docs/results/training.json")
         shutil.copy(results / "curves.png", "docs/results/training.png")
     with count_progress() as report:
         page = claim_table.write_claims(Path(), big_folder=big, report=report)
-    console.print(f"cflow: wrote {page}")
+    say(f"wrote {page}")
 
 
 @app.command()
 def overlap(
     read_rate: Annotated[
-        str, typer.Option(help="Bound on reads, as 800M (a second). Default: what the disk holds.")
+        str,
+        typer.Option(
+            help="Limit on reads in bytes a second, as in 800M. Default: no limit.",
+            show_default=False,
+        ),
     ] = "",
 ) -> None:
-    """Measure what a delay of experts from disk is worth.
+    """Measure what delaying experts gains when they are on disk.
 
-    From the root of a checkout. Writes docs/results/overlap.json and overlap.png. Takes 17 GB of
-    memory, 3 GB of disk in build/ and a quarter of an hour of a machine that has nothing else to
-    do."""
+    Run it in the root of a checkout, on a machine with nothing else to do. Takes a quarter of an hour,
+    17 GB of memory and 3 GB of disk in build/. Writes docs/results/overlap.json and overlap.png.
+    """
+    from cflow.engine.lab import results
+    from cflow.server.config import read_limit
+
     try:
         rate = read_limit(read_rate) if read_rate else None
     except ValueError as error:
         raise CflowError(f"flag --read-rate: {read_rate!r} {error}") from None
     results.check_checkout(Path())
-    with _lab():
+    with _needs_extra():
         from cflow.engine.lab.claims import machine_text
         from cflow.engine.lab.overlap import bench, figures
         from cflow.engine.lab.overlap.picture import draw
+    from cflow.engine.base import machine
 
     here = machine_text(machine.cores().threads)
     with count_progress() as report:
@@ -139,21 +195,25 @@ def overlap(
     draw(found, picture)
     for cell in found.cells:
         table(cell.name, _cell_rows(cell, figures.ARMS))
-    console.print(f"cflow: wrote {path} and {picture}")
+    say(f"wrote {path} and {picture}")
 
 
 @app.command()
 def storage() -> None:
-    """Measure layers from disk.
+    """Measure layers read from disk.
 
-    Both orders of the file, and prefetch hints; from the root of a checkout. Writes
-    docs/results/storage.json. Needs the programs that `make claims` builds, 2.4 GB of disk in build/
-    and three minutes of a machine that has nothing else to do."""
+    Both orders of the file, and prefetch hints. Run it in the root of a checkout, after `make claims`
+    built its programs, on a machine with nothing else to do. Takes three minutes and 2.4 GB of disk in
+    build/. Writes docs/results/storage.json.
+    """
+    from cflow.engine.lab import results
+
     results.check_checkout(Path())
-    with _lab():
+    with _needs_extra():
         from cflow.engine.lab import storage as storages
         from cflow.engine.lab.claims import machine_text
         from cflow.engine.lab.measurements import Bench, Sizes
+    from cflow.engine.base import machine
 
     threads = machine.cores().threads
     with count_progress() as report:
@@ -168,7 +228,7 @@ def storage() -> None:
             ("cold", f"{run.cold.text(2)} s to the first token"),
         ]
         table(", ".join(run.setting), rows)
-    console.print(f"cflow: wrote {path}")
+    say(f"wrote {path}")
 
 
 def _cell_rows(cell: Cell, arms: Mapping[str, str]) -> list[tuple[str, str]]:
@@ -176,7 +236,7 @@ def _cell_rows(cell: Cell, arms: Mapping[str, str]) -> list[tuple[str, str]]:
         ("misses", f"{cell.misses:.1f} a token, hits {cell.hits:.1f}"),
         ("alone", f"C {cell.c:.1f}, IO {cell.io:.1f} ms a token"),
         *((text, _arm(cell, window)) for window, text in arms.items()),
-        ("net", f"{cell.net('delay'):.2f}x; of the window of a layer {cell.net('layer'):.2f}x"),
+        ("net", f"{cell.net('delay'):.2f}x; with the window of one layer {cell.net('layer'):.2f}x"),
         ("law", f"{cell.law:.2f}x, off by {100 * cell.law_error:+.1f} %"),
         (
             "recursion",

@@ -1,11 +1,10 @@
-"""The engine's flags, written once and the same on every command that runs a model."""
+"""The engine's flags, the same on every command that runs a model."""
 
 from __future__ import annotations
 
 import inspect
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -18,74 +17,116 @@ Command = Callable[..., None]
 
 
 def _flag(name: str, text: str) -> Any:
-    return typer.Option(f"--{name}", help=text, rich_help_panel="Engine", show_default=False)
+    return typer.Option(f"--{name}", help=text, show_default=False)
 
 
 ENGINE_FLAGS: dict[str, Any] = {
     "threads": Annotated[
-        int | None, _flag("threads", "Compute threads; default: what cores and cgroup allow.")
+        int | None,
+        _flag(
+            "threads",
+            "Compute threads. Default: one for each physical core that affinity and cgroup quota allow.",
+        ),
     ],
     "context": Annotated[
-        int | None, _flag("context", "Positions a sequence can have; default: the model's own.")
+        int | None,
+        _flag(
+            "context",
+            "Longest sequence in tokens, prompt and answer together. Default: the model's own limit, "
+            "or what --kv-memory holds if that is less.",
+        ),
     ],
     "kv_memory": Annotated[
-        str | None, _flag("kv-memory", "Memory for keys and values, such as 2GiB.")
+        str | None,
+        _flag(
+            "kv-memory",
+            "Memory for keys and values in bytes, as in 2GiB. Default: four full contexts, but at "
+            "most a quarter of the available memory.",
+        ),
     ],
-    "kv": Annotated[str | None, _flag("kv", "How they are stored: f16, f32, bf16 or q8.")],
+    "kv": Annotated[
+        str | None,
+        _flag(
+            "kv",
+            "Type of keys and values: f16, f32, bf16, or q8 (half the memory of f16, slightly less "
+            "accurate). Default: f16.",
+        ),
+    ],
     "precision": Annotated[
-        str | None, _flag("precision", "int8 activations, or f32 throughout for debugging.")
+        str | None,
+        _flag(
+            "precision", "Type of activations: int8, or f32 (slow, for debugging). Default: int8."
+        ),
     ],
     "expert_cache": Annotated[
         str | None,
         _flag(
             "expert-cache",
-            "Memory for experts, such as 8GiB or 25% of them, the others are read from the file as "
-            "they are wanted. Default: all if they fit, or else what fits.",
+            "Memory for experts, as in 8GiB, or a share of them, as in 25%. The rest are read from the "
+            "file when a token needs them. Default: all experts, or as many as fit.",
         ),
     ],
     "weights_memory": Annotated[
         str | None,
         _flag(
             "weights-memory",
-            "Memory for layers, such as 8GiB or 25% of them, the others are read from the file in "
-            "every step: slow, but a dense model may be larger than memory. Default: all.",
+            "Memory for layers, as in 8GiB, or a share of them, as in 25%. The rest are read from the "
+            "file in every step, which is slow but runs models larger than memory. Default: all "
+            "layers.",
         ),
     ],
     "expert_io": Annotated[
         str | None,
-        _flag("expert-io", "How both are read: direct, or cached in the kernel's page cache."),
+        _flag(
+            "expert-io",
+            "How experts and layers are read: direct (bypassing the page cache) or cached. Default: "
+            "direct.",
+        ),
     ],
     "defer_experts": Annotated[
         int | None,
         _flag(
             "defer-experts",
-            "So many of a token's experts, those with the least weight, join a layer late: their "
-            "reads have longer, and answers change. Default: 0.",
+            "Add the N lowest-weighted experts of each token one layer late, giving their reads more "
+            "time. Changes the output. Default: 0.",
         ),
     ],
     "expert_reads": Annotated[
-        int | None, _flag("expert-reads", "Reads of both in flight at most. Default: 3.")
+        int | None,
+        _flag(
+            "expert-reads",
+            "Most reads of experts and layers in flight at the same time. Default: 3.",
+        ),
     ],
     "expert_read_rate": Annotated[
         str | None,
-        _flag("expert-read-rate", "Bytes a second they may read, such as 500M. Default: no bound."),
+        _flag(
+            "expert-read-rate",
+            "Limit on reads of experts and layers in bytes a second, as in 500M. Default: no limit.",
+        ),
     ],
     "speculation": Annotated[
         str | None,
         _flag(
             "speculation",
-            "ngram: tokens guessed from what an answer and its prompt repeat are checked several in a "
-            "step where that is faster; answers do not change. Or off. Default: ngram.",
+            "ngram: guess the next tokens from repetitions in prompt and answer, and check several in "
+            "one step where that is faster; answers stay the same. off: one token a step. Default: "
+            "ngram.",
         ),
     ],
     "isa": Annotated[
-        str | None, _flag("isa", "Force an instruction set: scalar, avx2 or avx512vnni.")
+        str | None,
+        _flag(
+            "isa",
+            "Instruction set of the kernels: scalar, avx2 or avx512vnni. Default: the fastest one that "
+            "the processor has.",
+        ),
     ],
 }
 
 
 def engine_flags(*names: str) -> Callable[[Command], Command]:
-    """Adds engine flags (none named: all) to a command that takes them as one dict, `engine`."""
+    """Give a command the named engine flags, by default all, as one dict argument, `engine`."""
 
     def decorate(command: Command) -> Command:
         chosen = {name: ENGINE_FLAGS[name] for name in names or ENGINE_FLAGS}
@@ -114,9 +155,10 @@ def engine_flags(*names: str) -> Callable[[Command], Command]:
 
 
 def read_settings(file: Path | None, flags: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a config file, the environment and flags, checked. CflowError names a wrong one."""
     return gather_settings(file, os.environ, flags)
 
 
-def read_engine(model: str, flags: dict[str, Any]) -> EngineConfig:
-    """The engine's settings of a command without a config file."""
-    return replace(engine_config(read_settings(None, flags)), model=model)
+def read_engine(flags: dict[str, Any]) -> EngineConfig:
+    """The engine's settings for a command without a config file. The model is the default one."""
+    return engine_config(read_settings(None, flags))

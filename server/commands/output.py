@@ -5,20 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Annotated, Any
 
-import msgspec
 import typer
-from rich.console import Console
-from rich.table import Table
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 
 
 def print_json(value: dict[str, Any]) -> None:
+    import msgspec
+
     typer.echo(msgspec.json.format(msgspec.json.encode(value)).decode())
 
 
 def table(title: str, rows: Iterable[tuple[str, Any]]) -> None:
-    """Names and values; text is shown as it is, never read as markup."""
+    """Print names and values. Text is printed as it is, never read as markup."""
+    from rich.console import Console
+    from rich.table import Table
+
     out = Table(title=title, title_justify="left", show_header=False, box=None)
     out.add_column(style="bold")
     out.add_column(overflow="fold")

@@ -1,142 +1,109 @@
-"""Progress bars and status lines, on stderr; plain lines where it is not a terminal."""
+"""Progress bars and status lines on stderr; plain lines where stderr is not a terminal."""
 
 from __future__ import annotations
 
-import asyncio
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
-
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-)
-
-from cflow.engine.base.messages import Ready
-from cflow.engine.client.engine import Engine
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from cflow.engine.lab.train import Report as TrainingReport
-
-POLL_S = 0.2
-LOADING = {"weights": "loading {}", "experts": "warming the expert cache of {}"}
-
-console = Console(stderr=True, highlight=False, soft_wrap=True)
+    from rich.progress import Progress, TaskID
 
 Report = Callable[[str, int, int], None]
+Columns = Literal["bytes", "count", "steps"]
 
 
-def _bars(*columns: ProgressColumn) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        *columns,
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
+def say(text: str) -> None:
+    """Print a status line. Progress bars stay below it."""
+    print(f"cflow: {text}", file=sys.stderr, flush=True)
+
+
+class Bars:
+    """Progress bars, one for each thing that is reported; none where stderr is not a terminal.
+
+    They are set up at the first report: an error before it does not wait for rich."""
+
+    def __init__(self, columns: Columns) -> None:
+        self._columns = columns
+        self._bars: Progress | None = None
+        self._tasks: dict[str, TaskID | None] = {}
+
+    def __enter__(self) -> Bars:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._bars is not None:
+            self._bars.stop()
+
+    def update(self, what: str, done: int, total: int, **fields: Any) -> bool:
+        """Show `done` of `total`. Returns whether `what` is reported for the first time."""
+        is_new = what not in self._tasks
+        if sys.stderr.isatty():
+            bars = self._bars = self._bars or _start(self._columns)
+            if is_new:
+                self._tasks[what] = bars.add_task(what, total=total, **fields)
+            task = self._tasks[what]
+            assert task is not None
+            bars.update(task, completed=done, total=total, **fields)
+        else:
+            self._tasks[what] = None
+        return is_new
+
+
+def _start(columns: Columns) -> Progress:
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        Progress,
+        ProgressColumn,
+        TextColumn,
+        TimeRemainingColumn,
     )
+
+    extra: dict[Columns, list[ProgressColumn]] = {
+        "bytes": [DownloadColumn(binary_units=True)],
+        "count": [],
+        "steps": [TextColumn("{task.fields[state]}"), MofNCompleteColumn()],
+    }
+    bars = Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        *extra[columns],
+        TimeRemainingColumn(),
+        console=Console(stderr=True, highlight=False, soft_wrap=True),
+        transient=True,
+    )
+    bars.start()
+    return bars
 
 
 @contextmanager
 def byte_progress() -> Iterator[Report]:
-    """report(what, done bytes, all bytes): a bar for each thing that is done."""
-    with _bars(DownloadColumn(binary_units=True)) as bars:
-        tasks: dict[str, TaskID] = {}
+    """Yields report(what, bytes done, bytes in all)."""
+    with Bars("bytes") as bars:
 
         def report(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bars.add_task(what, total=total)
-                if not console.is_terminal:
-                    console.print(f"cflow: {what} ({total / 1e6:.0f} MB)")
-            bars.update(tasks[what], completed=done, total=total)
+            if bars.update(what, done, total) and not sys.stderr.isatty():
+                say(f"{what} ({total / 1e6:.0f} MB)")
 
         yield report
 
 
 @contextmanager
 def count_progress() -> Iterator[Report]:
-    """report(what, how much is done, how much it is), of anything."""
-    with _bars() as bars:
-        tasks: dict[str, TaskID] = {}
+    """Yields report(what, units done, units in all)."""
+    with Bars("count") as bars:
 
         def report(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bars.add_task(what, total=total)
-            bars.update(tasks[what], completed=done, total=total)
+            bars.update(what, done, total)
 
         yield report
-
-
-@contextmanager
-def training_progress() -> Iterator[Callable[[TrainingReport], None]]:
-    """watch(report): a bar a run, with loss, speed and time left; else a line every hundred steps."""
-    with _bars(TextColumn("{task.fields[state]}"), MofNCompleteColumn()) as bars:
-        tasks: dict[str, TaskID] = {}
-
-        def watch(report: TrainingReport) -> None:
-            name = report.run.folder
-            state = f"loss {report.loss:.3f}, {report.tokens_per_s:,.0f} tok/s"
-            if name not in tasks:
-                tasks[name] = bars.add_task(name, total=report.n_steps, state=state)
-            bars.update(tasks[name], completed=report.step, state=state)
-            if report.step == report.n_steps:
-                console.print(f"cflow: {name} is trained: {state}")
-            elif not console.is_terminal and report.step % 100 == 0:
-                console.print(f"cflow: {name}: step {report.step} of {report.n_steps}, {state}")
-
-        yield watch
-
-
-async def wait_ready(engine: Engine) -> Ready:
-    """Until the engine is ready, with a bar of what has been read. EngineError if it cannot be."""
-    watcher = asyncio.create_task(_show_loading(engine))
-    try:
-        return await engine.wait_ready()
-    finally:
-        watcher.cancel()
-        await asyncio.wait([watcher])
-
-
-async def _show_loading(engine: Engine) -> None:
-    with byte_progress() as report:
-        while True:
-            if (loading := engine.status.loading) is not None and loading.total_bytes:
-                what = LOADING[loading.what].format(engine.card.name)
-                report(what, loading.done_bytes, loading.total_bytes)
-            await asyncio.sleep(POLL_S)
-
-
-def announce(engine: Engine, ready: Ready, address: str) -> None:
-    """When the server answers: where, what it took, and why not more threads."""
-    console.print(
-        f"cflow: {engine.card.name} is served at {address} ({ready.isa}, {ready.n_threads} threads, "
-        f"context {ready.max_context}, "
-        f"{(ready.resident_bytes - ready.expert_bytes) / 1e6:.0f} MB of weights, "
-        f"{ready.kv_bytes / 1e6:.0f} MB of KV, {_experts(ready)}"
-        f"loaded in {ready.load_s:.1f} s)",
-        markup=False,
-    )
-    console.print(f"cflow: {ready.n_threads} threads: {ready.threads_reason}", markup=False)
-
-
-def _experts(ready: Ready) -> str:
-    """How many, where, and what is done differently; layers as well."""
-    text = f"{ready.n_deferred} experts a token deferred, " if ready.n_deferred else ""
-    if ready.n_experts:
-        reads = "direct reads" if ready.expert_io == "direct" else "reads through the page cache"
-        text += f"{ready.n_expert_slots} of {ready.n_experts} experts in "
-        text += f"{ready.expert_bytes / 1e6:.0f} MB, {reads}, "
-    if ready.n_layers:
-        text += f"{ready.n_layers_kept} of {ready.n_layers} layers stay in memory, the others pass "
-        text += f"through room for {ready.n_layer_slots - ready.n_layers_kept}, "
-        text += f"{ready.layer_bytes / 1e6:.0f} MB in all and "
-        text += f"{ready.layer_step_bytes / 1e6:.0f} MB read in every step, "
-    return text

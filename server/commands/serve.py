@@ -1,71 +1,44 @@
-"""Running the server: engine, listening socket, signals, and an orderly end."""
+"""Running the server: engine, listening socket, signals, and an orderly end.
+
+The modules that speak HTTP are imported once the engine has started: a model that cannot be used fails
+before, and the engine loads meanwhile.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import resource
 import signal
 import socket
 import ssl
-from collections.abc import Generator
-from contextlib import contextmanager, suppress
-
-import uvicorn
-import uvloop
-from fastapi import FastAPI
+from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from cflow.engine.base.errors import CflowError, EngineError
 from cflow.engine.client.engine import Engine
 from cflow.engine.client.local import LocalEngine
-from cflow.server.commands.progress import announce, console, wait_ready
+from cflow.server.commands.progress import say
+from cflow.server.commands.startup import announce, wait_ready
 from cflow.server.config import ServerConfig
-from cflow.server.http.app import create_app
-from cflow.server.http.auth import ApiKeys
-from cflow.server.http.protocol import Protocol
-from cflow.server.http.service import Service
+from cflow.server.http.listen import listen
 from cflow.server.http.tls import load_certificate, read_certificate
 
-CLOSE_S = 5  # what connections get to end once all answers are over
-BACKLOG = 2048
+if TYPE_CHECKING:
+    from cflow.server.http.auth import ApiKeys
+    from cflow.server.http.server import HttpServer
+    from cflow.server.http.service import Service
+
 MOST_DESCRIPTORS = 1 << 16
 RETRY_S = 0.5
 PASSING = frozenset({"worker_died", "worker_stuck", "draining"})  # not the model's fault
-KEEP_ALIVE_S = 75  # longer than the 60 s idle limit of common proxies, which must close first
 
 log = logging.getLogger("cflow.server")
 
 
-class HttpServer(uvicorn.Server):
-    """uvicorn, with signals left to us."""
-
-    @contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        yield
-
-
-def http_server(app: FastAPI, tls: ssl.SSLContext | None = None) -> HttpServer:
-    return HttpServer(
-        uvicorn.Config(
-            app,
-            http=Protocol,
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=CLOSE_S,
-            ssl_context_factory=(lambda *_: tls) if tls else None,
-        )
-    )
-
-
 class Shutdown:
-    """First signal: refuse new requests, let running ones finish within the drain timeout.
-    Second: stop at once."""
+    """First signal: reject new requests, let running ones finish within the drain timeout.
+    Second signal: stop at once."""
 
     def __init__(self, server: HttpServer, engine: Engine, timeout_s: float) -> None:
         self._server = server
@@ -92,17 +65,6 @@ class Shutdown:
             self._task.cancel()
 
 
-def listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=BACKLOG)
-    except OSError as error:
-        flag = "--port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "--host"
-        raise CflowError(
-            f"cannot listen on {host}:{port}: {error.strerror or error}; choose another {flag}"
-        ) from None
-
-
 def _address(sock: socket.socket, tls: ssl.SSLContext | None) -> str:
     host, port = sock.getsockname()[:2]
     scheme = "https" if tls else "http"
@@ -110,29 +72,34 @@ def _address(sock: socket.socket, tls: ssl.SSLContext | None) -> str:
 
 
 def reload_files(config: ServerConfig, keys: ApiKeys | None, tls: ssl.SSLContext | None) -> None:
-    """Reads the files of secrets again; one that is of no use changes nothing."""
+    """Read keys and certificate again. An unusable file is logged and changes nothing."""
     try:
         if keys is not None:
             keys.reload()
         if tls is not None and config.tls_cert is not None:
             load_certificate(tls, config.tls_cert, config.tls_key)
     except CflowError as error:
-        log.error("%s; what was read before stays in use", error)
+        log.error("%s; the previous contents stay in use", error)
 
 
 async def _serve(config: ServerConfig) -> None:
+    tls = read_certificate(config.tls_cert, config.tls_key)
     with listen(config.host, config.port) as sock:
         engine = await LocalEngine.start(config.engine)
         try:
-            await _serve_engine(config, engine, sock)
+            await _serve_engine(config, engine, sock, tls)
         finally:
             await engine.close()
 
 
-async def _serve_engine(config: ServerConfig, engine: Engine, sock: socket.socket) -> None:
+async def _serve_engine(
+    config: ServerConfig, engine: Engine, sock: socket.socket, tls: ssl.SSLContext | None
+) -> None:
+    from cflow.server.http.app import create_app
+    from cflow.server.http.server import http_server
+
     app = create_app(config, engine)
     service: Service = app.state.service
-    tls = read_certificate(config.tls_cert, config.tls_key)
     server = http_server(app, tls)
     shutdown = Shutdown(server, engine, config.drain_timeout_s)
     loop = asyncio.get_running_loop()
@@ -153,8 +120,8 @@ async def _serve_engine(config: ServerConfig, engine: Engine, sock: socket.socke
 
 
 async def _load(engine: Engine, server: HttpServer, address: str) -> None:
-    """Announces the model once it is loaded. One that never will be ends the server."""
-    console.print(f"cflow: listening at {address}, loading {engine.card.name}", markup=False)
+    """Announce the model once it is loaded. A model that cannot load ends the server."""
+    say(f"listening at {address}, loading {engine.card.name}")
     while True:
         try:
             announce(engine, await wait_ready(engine), address)
@@ -167,8 +134,10 @@ async def _load(engine: Engine, server: HttpServer, address: str) -> None:
 
 
 def _allow_connections() -> None:
-    """The usual limit of 1,024 descriptors is less than may wait, and a connection beyond it is closed
-    without an answer; what is set as hard limit may be taken."""
+    """Raise the soft limit on descriptors to the hard one, or to MOST_DESCRIPTORS if that is less.
+
+    With the usual 1,024, fewer connections fit than requests may wait, and the kernel closes the rest
+    without an answer."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -176,7 +145,9 @@ def _allow_connections() -> None:
 
 
 def serve(config: ServerConfig) -> None:
-    """Serves until a signal. config.engine.model: a .cflow file."""
+    """Serve until a signal. config.engine.model: a .cflow or .vflow file."""
+    import uvloop
+
     _allow_connections()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(config))

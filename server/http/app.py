@@ -12,14 +12,15 @@ from fastapi.routing import APIRoute
 from cflow.engine.base.errors import CflowError
 from cflow.engine.client.engine import Engine
 from cflow.server.config import ServerConfig
-from cflow.server.errors import install_error_handlers
 from cflow.server.http.auth import ApiKeys, Authentication
+from cflow.server.http.errors import install_error_handlers
 from cflow.server.http.http_metrics import HttpMetrics
 from cflow.server.http.linger import Linger
 from cflow.server.http.openapi import describe
 from cflow.server.http.routes import chat, completions, health, models, page, responses, tokens
 from cflow.server.http.service import Service
 from cflow.server.metrics import Metrics
+from cflow.server.version import version
 
 if TYPE_CHECKING:
     from cflow.server.http.tracing import Tracing
@@ -56,7 +57,7 @@ def _start_tracing(config: ServerConfig) -> Tracing | None:
             f"otlp_traces_endpoint (or OTEL_EXPORTER_OTLP_ENDPOINT) needs {error.name}, which comes "
             "with: pip install 'cflow[otel]'"
         ) from None
-    return Tracing(endpoint, health.version())
+    return Tracing(endpoint, version())
 
 
 def create_app(config: ServerConfig, engine: Engine) -> FastAPI:

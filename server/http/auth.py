@@ -6,11 +6,13 @@ import hmac
 import logging
 from hashlib import sha256
 from pathlib import Path
-
-from starlette.types import ASGIApp, Receive, Scope, Send
+from typing import TYPE_CHECKING
 
 from cflow.engine.base.errors import CflowError
-from cflow.server.errors import RequestError, error_response
+from cflow.server.errors import RequestError
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
 OPEN_PATHS = frozenset({"/live", "/health", "/ready", "/metrics", "/version", "/status", "/"})
 OPEN_FOLDER = "/web/"
@@ -112,6 +114,8 @@ class Authentication:
         token = _bearer(scope)
         name = self.keys.find(token) if token else None
         if name is None:
+            from cflow.server.http.errors import error_response
+
             error = RequestError(
                 "Missing or wrong API key; send it as 'Authorization: Bearer KEY'.",
                 code="invalid_api_key",

@@ -11,7 +11,8 @@ from typing import Any, Literal
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from cflow.server.errors import RequestError, error_response
+from cflow.server.errors import RequestError
+from cflow.server.http.errors import error_response
 from cflow.server.http.sse import STALL_S
 
 MAX_HEAD = 64 << 10  # bytes of request line and headers, of trailers, of a chunk's extensions

@@ -25,7 +25,7 @@ def offline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 def test_the_default_model_gives_way_and_says_so(offline: Server) -> None:
     assert "cannot fetch smollm2-135m" in offline.log
-    assert "serving tinystories in its place" in offline.log
+    assert "serving tinystories instead" in offline.log
     (model,) = offline.http.get("/v1/models").json()["data"]
     assert model["id"] == "tinystories"
 

@@ -13,9 +13,10 @@ from typing import Any
 import httpx
 import uvloop
 
-from cflow.server.commands.serve import http_server, listen
 from cflow.server.config import ServerConfig, server_config
 from cflow.server.http.app import create_app
+from cflow.server.http.listen import listen
+from cflow.server.http.server import http_server
 from cflow.server.http.tls import read_certificate
 from harness.fake_engine import FakeEngine
 

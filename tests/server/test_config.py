@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from cflow.engine.base.errors import CflowError
-from cflow.server.commands.serve import listen
 from cflow.server.config import (
     ENGINE_KEYS,
     SERVER_KEYS,
@@ -16,6 +15,7 @@ from cflow.server.config import (
     read_size,
     server_config,
 )
+from cflow.server.http.listen import listen
 
 ROOT = Path(__file__).parent.parent.parent
 

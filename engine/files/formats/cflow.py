@@ -20,9 +20,9 @@ import numpy as np
 from cflow.engine import native
 from cflow.engine.base.errors import ModelError
 from cflow.engine.base.reports import Progress
+from cflow.engine.files.formats.magic import MAGIC
 from cflow.engine.files.formats.tiles import Bytes, n_stripes, stripe_bytes, stripe_rows
 
-MAGIC = b"cflow\r\n\x1a"
 PAGE = 4096
 LINE = 64
 RUN_BYTES = 1 << 20

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import metadata
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -12,17 +11,11 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from cflow.engine.client.engine import Status
 from cflow.server.api.wire import encode
 from cflow.server.http.service import Service, service_of
+from cflow.server.version import version
 
 router = APIRouter()
 
 SERVING = ("ready", "draining")
-
-
-def version() -> str:
-    try:
-        return metadata.version("cflow")
-    except metadata.PackageNotFoundError:
-        return "unknown"  # not installed
 
 
 def state_of(status: Status) -> str:

@@ -10,8 +10,9 @@ from fastapi import APIRouter, HTTPException, Request, Response
 from cflow.server.api.prompts import context_of
 from cflow.server.api.wire import encode
 from cflow.server.http.auth import is_open
-from cflow.server.http.routes.health import state_of, version
+from cflow.server.http.routes.health import state_of
 from cflow.server.http.service import Service, service_of
+from cflow.server.version import version
 
 router = APIRouter()
 

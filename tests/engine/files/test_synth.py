@@ -7,7 +7,7 @@ import pytest
 
 from cflow.engine import native
 from cflow.engine.base.errors import ModelError
-from cflow.engine.files import synth
+from cflow.engine.files import shapes, synth
 from oracles.forward import Forward
 from oracles.model_file import MODEL_LEVEL, ModelFile
 
@@ -40,13 +40,13 @@ PARAMETERS = {
 
 
 def test_every_shape_has_the_published_size() -> None:
-    assert synth.shape_names() == sorted(PARAMETERS)
+    assert shapes.shape_names() == sorted(PARAMETERS)
     for name, want in PARAMETERS.items():
         assert synth.load_shape(name).n_parameters() == pytest.approx(want, rel=1e-4)
 
 
 def test_headers_of_every_shape_pass_the_engine(tmp_path: Path) -> None:
-    for name in synth.shape_names():
+    for name in shapes.shape_names():
         path = tmp_path / f"{name}.cflow"
         synth.synth_header(name, path)
         model = native.Model(str(path), header_only=True)

@@ -12,7 +12,7 @@ from cflow.engine.base.cgroup import CpuQuota
 from cflow.engine.base.config import EngineConfig
 from cflow.engine.base.errors import EngineError
 from cflow.engine.base.machine import Cores, Memory
-from cflow.engine.files import synth
+from cflow.engine.files import shapes, synth
 from cflow.engine.measure import plan
 from cflow.engine.memory.experts import ExpertBank
 from cflow.engine.native import Model
@@ -46,7 +46,7 @@ def opened(tmp_path: Path) -> Open:
     """A shape as a model without weights; n_layers: other than its own."""
 
     def open_shape(name: str, n_layers: int | None = None) -> Model:
-        text = (synth.SHAPES / f"{name}.toml").read_text()
+        text = (shapes.SHAPES / f"{name}.toml").read_text()
         if n_layers is not None:
             text = re.sub(r"^n_layers = \d+$", f"n_layers = {n_layers}", text, flags=re.M)
         shape, header = tmp_path / f"{name}.toml", tmp_path / f"{name}.cflow"

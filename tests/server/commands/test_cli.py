@@ -22,8 +22,8 @@ from cflow.engine.base.config import EngineConfig
 from cflow.engine.base.errors import CflowError
 from cflow.engine.base.machine import Memory
 from cflow.engine.files import catalogue, hub
-from cflow.engine.files.synth import SHAPES
-from cflow.server.commands import progress
+from cflow.engine.files.shapes import SHAPES
+from cflow.server.commands import startup
 from cflow.server.commands.cli import app
 from cflow.server.commands.options import ENGINE_FLAGS, read_engine
 from harness.fake_engine import READY
@@ -98,8 +98,8 @@ def test_engine_flags_are_the_same_everywhere(command: str) -> None:
 def test_engine_settings_come_from_flags_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CFLOW_THREADS", "3")
     monkeypatch.setenv("CFLOW_KV_MEMORY", "1GiB")
-    config = read_engine("m.cflow", {"kv_memory": "2GiB", "context": None})
-    assert (config.model, config.threads, config.kv_memory) == ("m.cflow", 3, 2 << 30)
+    config = read_engine({"kv_memory": "2GiB", "context": None})
+    assert (config.threads, config.kv_memory) == (3, 2 << 30)
 
 
 def test_inspect(model: Path) -> None:
@@ -186,9 +186,9 @@ def test_what_stays_of_layers_is_told() -> None:
         READY, n_layers=30, n_layers_kept=11, n_layer_slots=15, layer_bytes=63_000_000,
         layer_step_bytes=62_000_000,
     )  # fmt: skip
-    assert progress._experts(ready) == (
-        "11 of 30 layers stay in memory, the others pass through room for 4, 63 MB in all and 62 MB "
-        "read in every step, "
+    assert startup._tiers(ready) == (
+        "11 of 30 layers stay in memory, the rest share 4 slots, 63 MB in all, 62 MB read in every "
+        "step, "
     )
 
 
@@ -248,7 +248,7 @@ def test_what_could_not_be_written_is_not_measured(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("cflow.server.commands.lab._lab", lambda: pytest.fail("begun"))
+    monkeypatch.setattr("cflow.server.commands.lab._needs_extra", lambda: pytest.fail("begun"))
     problem = runner.invoke(app, ["lab", command]).exception
     assert isinstance(problem, CflowError)
     assert "not the root of a checkout" in str(problem)
