@@ -219,7 +219,9 @@ def _disk_rows(plan: Plan) -> list[tuple[str, str]]:
 
 
 def inspect(model: MODEL, json: Json = False) -> None:
-    """Show what a model file holds: sizes, layers, tensors and their encodings.
+    """Show what a model file holds.
+
+    Sizes, layers, tensors and their encodings; --json lists every tensor.
 
     \b
     cflow inspect smollm2-135m

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 HAS_LAB = find_spec("cflow.engine.lab") is not None
 
 app = typer.Typer(
-    help="Train pipeline-native models and measure what the design buys (checkouts only).",
+    help="Train and measure pipeline-native models, in a checkout. Needs the extra lab.",
     no_args_is_help=HAS_LAB,
     invoke_without_command=True,
 )

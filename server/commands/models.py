@@ -18,7 +18,7 @@ from cflow.server.config import DEFAULT_MODEL
 
 KINDS = (
     "a name of the catalogue (smollm2-135m, tinystories), a .cflow, .vflow or .gguf file, a Hugging "
-    "Face folder, or hf:org/repo, as in hf:org/repo@revision"
+    "Face folder, or hf:org/repo (or hf:org/repo@revision)"
 )
 MODEL = Annotated[str, typer.Argument(help=f"The model: {KINDS}.")]
 
