@@ -39,7 +39,7 @@ def test_imports_point_one_way(package: str) -> None:
 
 
 def test_only_its_command_imports_the_lab() -> None:
-    """progress.py imports a type of it. torch comes with the lab and is imported nowhere else."""
+    """torch comes with the lab and is imported nowhere else."""
     users, torch_users = set(), set()
     for path in (*(ROOT / "engine").rglob("*.py"), *(ROOT / "server").rglob("*.py")):
         if path.is_relative_to(ROOT / "engine/lab"):
@@ -49,7 +49,7 @@ def test_only_its_command_imports_the_lab() -> None:
             users.add(path.relative_to(ROOT).as_posix())
         if any(is_inside(name, "torch") for name in names):
             torch_users.add(path)
-    assert users == {"server/commands/lab.py", "server/commands/progress.py"}
+    assert users == {"server/commands/lab.py"}
     assert not torch_users
 
 

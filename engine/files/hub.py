@@ -1,8 +1,8 @@
 """Model references: catalogue names, paths, hf:org/repo, and the bundled model.
 
-`resolve` gives the .cflow file to run: any other source is converted once into the cache,
-$XDG_CACHE_HOME/cflow. A file's name there carries a hash of its source, so a changed source is converted
-again. `found` gives the source itself, for a conversion of one's own.
+`resolve` returns the .cflow file to run: other formats are converted once, into the cache
+($XDG_CACHE_HOME/cflow). Names there contain a hash that identifies the source, so a changed source is
+converted again. `found` gives the source itself, for `cflow convert`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from cflow.engine.base.cache_folder import cache_folder
@@ -46,15 +46,20 @@ def resolve(reference: str, *, progress: Report = silent) -> Path:
 
 @contextmanager
 def found(reference: str, *, progress: Report = silent) -> Iterator[Path]:
-    """The file or folder that a reference names, unconverted. May download.
+    """The file or folder that a reference names, unconverted, downloaded if necessary.
 
-    A checkpoint of the catalogue is removed at the end, as `resolve` does once it is converted."""
+    A checkpoint of the catalogue is kept only within this context. Raises ModelError."""
     entry = catalogue.entries().get(reference)
-    if entry is None:
-        yield _locate(reference, progress)
-        return
-    with _lock(_catalogue_file(entry)), _fetched(entry, progress) as checkpoint:
-        yield checkpoint
+    with ExitStack() as stack:
+        try:
+            if entry is None:
+                path = _locate(reference, progress)
+            else:
+                stack.enter_context(_lock(_catalogue_file(entry)))
+                path = stack.enter_context(_fetched(entry, progress))
+        except OSError as error:
+            raise ModelError(f"cannot use the model {reference!r}: {error}") from error
+        yield path
 
 
 def _locate(reference: str, report: Report) -> Path:
@@ -126,7 +131,7 @@ def _locked(target: Path) -> Iterator[bool]:
 
 @contextmanager
 def _lock(target: Path) -> Iterator[None]:
-    """One process at a time works on `target`, and removes the leftovers of killed ones first."""
+    """Hold the lock for making `target`; removes the leftovers of killed processes first."""
     with open(target.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         _clear(target)
@@ -163,7 +168,7 @@ def _from_catalogue(entry: Entry, report: Report) -> Path:
 
 @contextmanager
 def _fetched(entry: Entry, report: Report) -> Iterator[Path]:
-    """The checkpoint of an entry, downloaded for the time of this context."""
+    """The checkpoint of an entry, downloaded, and removed at the end of this context."""
     target = _catalogue_file(entry)
     _need_space(entry, target.parent)
     prefix, suffix = f".{target.name}.", ".part"  # for _clear

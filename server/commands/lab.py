@@ -53,7 +53,10 @@ def _needs_extra() -> Iterator[None]:
 @app.command()
 def train(
     config: Annotated[
-        Path, typer.Argument(help="Settings of the runs, as configs/train/tinystories.toml.")
+        Path,
+        typer.Argument(
+            exists=True, dir_okay=False, help="Settings, as configs/train/tinystories.toml."
+        ),
     ],
     out: Annotated[
         Path | None,
