@@ -1,4 +1,8 @@
-"""Settings: file < environment < flags, checked once. One name each: key, CFLOW_KEY, --key."""
+"""Settings of the server, checked once.
+
+A setting has one name: `max_queue` in a file, CFLOW_MAX_QUEUE in the environment, --max-queue as a flag. Flags
+override the environment, which overrides the file. A reader turns a value into its type, or raises a
+ValueError that completes "NAME = VALUE ..."."""
 
 from __future__ import annotations
 
@@ -30,7 +34,7 @@ def read_size(value: object) -> int:
     number, unit = match.groups()
     size = float(number) * (1 << _UNITS[unit.upper()])
     if size > MOST_BYTES:
-        raise ValueError(f"is more than any machine has: at most {MOST_BYTES:,} bytes are taken")
+        raise ValueError(f"is too large: the limit is {MOST_BYTES:,} bytes")
     return int(size)
 
 
@@ -41,7 +45,7 @@ def read_limit(value: object) -> int:
 
 
 def read_share_or_size(value: object) -> int | str:
-    """Bytes, or a percentage as it stands."""
+    """Bytes, or a percentage as text: "25%"."""
     text = value.replace(" ", "") if isinstance(value, str) else ""
     if isinstance(value, int) or _SIZE.fullmatch(text):
         return read_limit(value)
@@ -56,7 +60,7 @@ def read_count(value: object) -> int:
     if isinstance(value, str) and value.strip().isdecimal():
         value = int(value[:20])
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError("is not a whole number, at least 1")
+        raise ValueError("is not a whole number of at least 1")
     return value
 
 
@@ -66,12 +70,12 @@ def read_count_or_none(value: object) -> int:
     try:
         return read_count(value)
     except ValueError:
-        raise ValueError("is not a whole number, at least 0") from None
+        raise ValueError("is not a whole number of at least 0") from None
 
 
 def read_port(value: object) -> int:
     if isinstance(value, str) and value.startswith("tcp://"):
-        # Kubernetes sets CFLOW_PORT so for a service named cflow.
+        # Kubernetes sets CFLOW_PORT to this for a service named cflow.
         raise ValueError("is not a port; in Kubernetes set enableServiceLinks: false")
     try:
         port = read_count_or_none(value)
@@ -88,7 +92,7 @@ def read_seconds(value: object) -> float:
     except ValueError:
         seconds = math.nan
     if not 0 < seconds <= 86400 or isinstance(value, bool):
-        raise ValueError("is not a time in seconds, more than 0 and at most 86400")
+        raise ValueError("is not a time in seconds above 0 and up to 86400")
     return seconds
 
 
@@ -103,12 +107,12 @@ def read_bool(value: object) -> bool:
 
 def read_text(value: object) -> str:
     if not isinstance(value, str) or not value.strip():
-        raise ValueError("is not a text")
+        raise ValueError("is not text, or is empty")
     return value
 
 
 def read_origins(value: object) -> tuple[str, ...]:
-    """A list, or text with commas, of origins such as https://ui.example:8080, or *."""
+    """Origins such as https://ui.example:8080, or *: a list, or text with commas."""
     items = value.split(",") if isinstance(value, str) else value
     if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
         raise ValueError("is not a list of origins")
@@ -174,24 +178,24 @@ ENGINE_KEYS: dict[str, Reader] = {
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """What the front end is run with. api_keys: a file; None: everybody may call."""
+    """Settings of the front end."""
 
     engine: EngineConfig
     host: str = "127.0.0.1"
     port: int = 8000
-    api_keys: Path | None = None
+    api_keys: Path | None = None  # a file of keys; None: no key is needed
     max_body_bytes: int = 8 << 20
-    ping_s: float = 15.0  # a stream that says nothing for this long gets a comment
+    ping_s: float = 15.0  # a stream that is silent for this long gets a comment
     drain_timeout_s: float = 30.0
     access_log: bool = False
-    cors_origins: tuple[str, ...] = ()  # whose pages may call from a browser
+    cors_origins: tuple[str, ...] = ()  # origins whose pages may call from a browser
     tls_cert: Path | None = None  # a file in PEM form; None: no TLS
     tls_key: Path | None = None  # None: in the same file
-    moe_top_k: int | None = None  # of requests that do not say; None: as the model says
-    otlp_traces_endpoint: str | None = None  # where spans go; None: as OTEL_* say, or nowhere
+    moe_top_k: int | None = None  # for requests that do not set it; None: the model's number
+    otlp_traces_endpoint: str | None = None  # None: as OTEL_* variables say, or no traces
 
 
-# Where a field is not called like its key: it carries the unit.
+# Fields whose names carry a unit that their keys lack.
 _FIELDS = {
     "max_body": "max_body_bytes",
     "ping": "ping_s",
@@ -211,7 +215,7 @@ def _check(source: str, key: str, value: object) -> Any:
     reader = SERVER_KEYS.get(key) or ENGINE_KEYS.get(key)
     if reader is None:
         known = ", ".join([*ENGINE_KEYS, *SERVER_KEYS])
-        raise CflowError(f"{source}: there is no setting {key!r}; there are {known}")
+        raise CflowError(f"{source}: unknown setting {key!r}; the settings are {known}")
     try:
         return reader(value)
     except ValueError as error:
@@ -221,9 +225,9 @@ def _check(source: str, key: str, value: object) -> Any:
 def gather_settings(
     file: Path | None, environ: Mapping[str, str], flags: Mapping[str, object]
 ) -> dict[str, Any]:
-    """Every setting given anywhere, checked, the strongest source winning. A flag of None is none.
+    """All settings that are given, checked. A flag overrides the environment, which overrides the file.
 
-    Raises CflowError naming source, key and value."""
+    None means the flag was not given. Raises CflowError naming source, key and value."""
     values: dict[str, Any] = {}
     if file is not None:
         for key, value in _read_file(file).items():
@@ -243,7 +247,7 @@ def _fields(values: Mapping[str, Any], keys: Mapping[str, Reader]) -> dict[str, 
 
 
 def engine_config(values: Mapping[str, Any]) -> EngineConfig:
-    """The engine's part of settings."""
+    """The engine's part of the settings."""
     return EngineConfig(**({"model": DEFAULT_MODEL} | _fields(values, ENGINE_KEYS)))
 
 

@@ -16,6 +16,7 @@ from cflow.engine.base.metadata import parse_metadata
 from cflow.engine.base.reports import Progress
 from cflow.engine.files.formats.cflow import Contents, Weight, write
 from cflow.engine.files.formats.gguf import GgufFile
+from cflow.engine.files.formats.magic import MAGIC
 from cflow.engine.files.formats.matrix import Matrix
 from cflow.engine.files.formats.order import order_of, ordered
 from cflow.engine.files.formats.quantise import QUANTISERS
@@ -84,6 +85,12 @@ def open_source(path: Path) -> Source:
         return _open_folder(path)
     if not os.path.isfile(path):
         raise ModelError(f"{path} does not exist")
+    with open(path, "rb") as file:
+        if file.read(len(MAGIC)) == MAGIC:
+            raise ModelError(
+                f"{path} is already in cflow's format; convert the GGUF file or Hugging Face folder "
+                "that it was made from"
+            )
     return _open_gguf(path)
 
 
