@@ -20,6 +20,15 @@ CLIENTS := build/clients
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
 
+# What a target needs that pip cannot install. As the first prerequisite it is named before anything is built.
+need-%:
+	@command -v $* >/dev/null || { echo "$* is missing; on Debian: apt-get install $(or $(package_$*),$*)" >&2; exit 1; }
+
+package_llvm-mca-19 := llvm-19
+
+need-root:
+	@[ "$$(id -u)" = 0 ] || { echo "only root can do this: run make $(MAKECMDGOALS) as root" >&2; exit 1; }
+
 # The engine is compiled by the editable install, and again after a change in native/.
 $(VENV)/cflow: pyproject.toml $(NATIVE)
 	@echo "Setting up $(VENV) and compiling the engine: a minute or two, once."
@@ -61,8 +70,7 @@ test-accuracy: $(VENV)/tools $(VENV)/cflow ## Score the real models on every win
 soak: $(VENV)/tools $(VENV)/cflow ## Mixed load for 30 minutes, with the worker killed every 3
 	$(BIN)/python tests/e2e/soak.py $(FLAGS)
 
-test-page: $(VENV)/tools $(VENV)/cflow ## Drive the page with Chromium (Debian, root) and take its pictures
-	command -v chromium >/dev/null || apt-get install -y -q chromium
+test-page: need-chromium $(VENV)/tools $(VENV)/cflow ## Drive the page with Chromium and take its pictures
 	$(PIP) install -q --editable '.[test,dev,page]'
 	CFLOW_SCREENSHOTS=docs/pictures $(BIN)/pytest tests/e2e/test_page.py
 
@@ -88,12 +96,12 @@ bench: $(VENV)/tools $(VENV)/cflow build/bench/multiply ## Measure the benchmark
 bench-peers: $(VENV)/tools $(VENV)/cflow build/bench/multiply ## Measure other engines beside cflow: they are compiled first
 	$(BENCH).peers $(FLAGS)
 
-records: $(VENV)/tools ## Count what the hot kernels cost, without a clock: valgrind, llvm-19
+records: need-valgrind need-llvm-mca-19 $(VENV)/tools ## Count what the hot kernels cost, without a clock: valgrind, llvm-19
 	$(CMAKE) -B build/bench -DCMAKE_BUILD_TYPE=Release -DCFLOW_BENCH=ON
 	$(BIN)/cmake --build build/bench --target tiles regions_avx2 regions_avx512vnni
 	$(BENCH).records
 
-bench-experts: $(VENV)/cflow ## Measure models larger than their memory: 22 GB of files, root
+bench-experts: need-root $(VENV)/cflow ## Measure models larger than their memory: 22 GB of files, root
 	$(BIN)/python -P tests/bench/expert_tier.py $(FLAGS)
 
 claims: $(VENV)/tools $(VENV)/cflow ## Measure the published claims here and write docs/claims.md
@@ -101,7 +109,7 @@ claims: $(VENV)/tools $(VENV)/cflow ## Measure the published claims here and wri
 	$(BIN)/cmake --build build/bench
 	$(BIN)/cflow lab claims $(FLAGS)
 
-image: $(VENV)/tools $(VENV)/cflow ## Build the container image without a Docker engine and try it: root, apt
+image: need-root need-debootstrap need-buildah need-podman need-runc $(VENV)/tools $(VENV)/cflow ## Build the container image without a Docker engine and try it: root, apt
 	docker/build-here.sh
 	$(BIN)/pytest tests/e2e/test_image.py
 
