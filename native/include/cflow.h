@@ -420,8 +420,8 @@ typedef struct {
 /* Bytes cflow_ctx_open would take: KV blocks first, then everything else. */
 cflow_status cflow_ctx_memory(uint64_t *kv_bytes, uint64_t *scratch_bytes, const cflow_model *model,
                               const cflow_ctx_options *options, cflow_error *err);
-cflow_status cflow_ctx_open(cflow_ctx **out, const cflow_model *model,
-                            const cflow_ctx_options *options, cflow_error *err);
+cflow_status cflow_ctx_open(cflow_ctx **out, cflow_model *model, const cflow_ctx_options *options,
+                            cflow_error *err);
 void cflow_ctx_close(cflow_ctx *ctx);
 const char *cflow_ctx_isa(const cflow_ctx *ctx);
 

@@ -1,8 +1,8 @@
 /* Attention: rotary tables, what goes into the KV blocks, and attending to them. */
+#include "attention.h"
+
 #include <math.h>
 #include <string.h>
-
-#include "ctx.h"
 
 /* ---- rotary position embedding ---- */
 
@@ -134,7 +134,7 @@ static void prepare_head(const cflow_ctx *ctx, const cflow_layer *l, const float
 }
 
 span kv_span(const cflow_ctx *ctx, const op *o) {
-    const cflow_layer *l = model_layer(ctx->model, (uint32_t)o->layer);
+    const cflow_layer *l = model_layer(ctx->weights, (uint32_t)o->layer);
     return (span){.units = ctx->step.n_rows * l->n_kv_heads,
                   .cost = 8ull * l->head_dim * (l->n_heads / l->n_kv_heads + 2)};
 }
@@ -142,7 +142,7 @@ span kv_span(const cflow_ctx *ctx, const op *o) {
 static void kv_unit(const cflow_ctx *ctx, const op *o, uint32_t row, uint32_t head,
                     float *scratch) {
     const uint32_t layer = (uint32_t)o->layer;
-    const cflow_layer *l = model_layer(ctx->model, layer);
+    const cflow_layer *l = model_layer(ctx->weights, layer);
     const cflow_row *r = &ctx->step.rows[row];
     const buffer *q = ctx_buffer(ctx, o->in[0]), *k = ctx_buffer(ctx, o->in[1]);
     const buffer *v = ctx_buffer(ctx, o->in[2]), *q_rot = ctx_buffer(ctx, o->out[0]);
@@ -151,10 +151,10 @@ static void kv_unit(const cflow_ctx *ctx, const op *o, uint32_t row, uint32_t he
         ctx->rope[layer] ? ctx->rope[layer] + (size_t)r->position * l->rope_dim : NULL;
     for (uint32_t i = head * group; i < (head + 1) * group; i++)
         prepare_head(ctx, l, q->f + row * q->ld, l->n_heads, i,
-                     model_matrix(ctx->model, layer, CFLOW_Q_NORM), table,
+                     model_matrix(ctx->weights, layer, CFLOW_Q_NORM), table,
                      q_rot->f + row * q_rot->ld + i * n);
     prepare_head(ctx, l, k->f + row * k->ld, l->n_kv_heads, head,
-                 model_matrix(ctx->model, layer, CFLOW_K_NORM), table, scratch);
+                 model_matrix(ctx->weights, layer, CFLOW_K_NORM), table, scratch);
     const float *v_head = v->f + row * v->ld + head * n;
     if (l->v_norm) {
         ctx->k.scale_weight(v_head, inverse_rms(ctx, v_head, n, l->norm_eps), NULL, 0.0f, n,
@@ -167,7 +167,7 @@ static void kv_unit(const cflow_ctx *ctx, const op *o, uint32_t row, uint32_t he
 }
 
 void kv_run(const cflow_ctx *ctx, const op *o, uint32_t first, uint32_t end, int thread) {
-    const uint32_t heads = model_layer(ctx->model, (uint32_t)o->layer)->n_kv_heads;
+    const uint32_t heads = model_layer(ctx->weights, (uint32_t)o->layer)->n_kv_heads;
     for (uint32_t u = first; u < end; u++)
         kv_unit(ctx, o, u / heads, u % heads, ctx_scratch(ctx, thread));
 }
@@ -191,10 +191,10 @@ static uint32_t head_sets(const cflow_layer *l) {
 }
 
 /* Of the layer that has the fewest. */
-static uint32_t fewest_sets(const cflow_model *model) {
+static uint32_t fewest_sets(const model_weights *m) {
     uint32_t fewest = UINT32_MAX;
-    for (uint32_t i = 0; i < model->header.n_layers; i++) {
-        const uint32_t sets = head_sets(model_layer(model, i));
+    for (uint32_t i = 0; i < m->header.n_layers; i++) {
+        const uint32_t sets = head_sets(model_layer(m, i));
         if (sets < fewest) fewest = sets;
     }
     return fewest;
@@ -206,11 +206,11 @@ static uint64_t n_parts(uint64_t positions) {
     return (positions + ATTEND_PART - 1) / ATTEND_PART;
 }
 
-uint64_t attend_cuts(const cflow_model *model, const cflow_ctx_options *options) {
+uint64_t attend_cuts(const model_weights *m, const cflow_ctx_options *options) {
     const uint64_t parts = n_parts((uint64_t)options->max_context);
     const uint64_t units = (uint64_t)options->n_threads * CUT_UNITS * parts;
     if (options->n_threads == 1 || parts == 1) return 0;
-    const uint64_t by_units = units / fewest_sets(model);
+    const uint64_t by_units = units / fewest_sets(m);
     const uint64_t by_rows = (uint64_t)options->max_rows * parts;
     return by_units < by_rows ? by_units : by_rows;
 }
@@ -224,7 +224,7 @@ static uint32_t fold(uint32_t i, uint32_t n) {
 /* Rows are cut if the longest one would be a CUT_UNITS-th of what a thread does, or more. */
 void attend_divide(cflow_ctx *ctx) {
     step *s = &ctx->step;
-    const uint32_t sets = fewest_sets(ctx->model), n = s->n_rows;
+    const uint32_t sets = fewest_sets(ctx->weights), n = s->n_rows;
     uint64_t longest = 0, all = 0;
     for (uint32_t i = 0; i < n; i++) {
         const uint64_t parts = n_parts((uint64_t)s->rows[i].position + 1);
@@ -243,7 +243,7 @@ void attend_divide(cflow_ctx *ctx) {
 }
 
 span attend_span(const cflow_ctx *ctx, const op *o) {
-    const cflow_layer *l = model_layer(ctx->model, (uint32_t)o->layer);
+    const cflow_layer *l = model_layer(ctx->weights, (uint32_t)o->layer);
     const uint64_t positions = ctx->step.attended / ctx->step.n_row_parts + 1;
     return (span){.units = ctx->step.n_row_parts * head_sets(l),
                   .cost = 4 * heads_per_unit(l) * l->head_dim * positions};
@@ -266,10 +266,10 @@ static partial partial_at(const cflow_layer *l, float *at) {
     return (partial){at, at + n * l->head_dim, at + n * (l->head_dim + 1)};
 }
 
-size_t attend_partial_bytes(const cflow_model *model) {
+size_t attend_partial_bytes(const model_weights *m) {
     size_t most = 0;
-    for (uint32_t i = 0; i < model->header.n_layers; i++) {
-        const cflow_layer *l = model_layer(model, i);
+    for (uint32_t i = 0; i < m->header.n_layers; i++) {
+        const cflow_layer *l = model_layer(m, i);
         const size_t floats = l->n_kv_heads * partial_floats(l);
         if (most < floats) most = floats;
     }
@@ -317,7 +317,7 @@ enum { PART_BLOCKS = ATTEND_PART / CFLOW_KV_BLOCK };
 static void attend_part(const cflow_ctx *ctx, const op *o, uint32_t row, uint32_t part,
                         uint32_t head, partial out, float *scratch) {
     const uint32_t layer = (uint32_t)o->layer, start = part * ATTEND_PART;
-    const cflow_layer *l = model_layer(ctx->model, layer);
+    const cflow_layer *l = model_layer(ctx->weights, layer);
     const cflow_row *r = &ctx->step.rows[row];
     const buffer *q = ctx_buffer(ctx, o->in[0]);
     const range p = positions_of(l, r);
@@ -347,7 +347,7 @@ static void attend_part(const cflow_ctx *ctx, const op *o, uint32_t row, uint32_
 /* ---- units ---- */
 
 static float *head_out(const cflow_ctx *ctx, const op *o, uint32_t row, uint32_t head) {
-    const cflow_layer *l = model_layer(ctx->model, (uint32_t)o->layer);
+    const cflow_layer *l = model_layer(ctx->weights, (uint32_t)o->layer);
     const buffer *out = ctx_buffer(ctx, o->out[0]);
     return out->f + row * out->ld + (size_t)head * (l->n_heads / l->n_kv_heads) * l->head_dim;
 }
@@ -355,7 +355,7 @@ static float *head_out(const cflow_ctx *ctx, const op *o, uint32_t row, uint32_t
 /* All parts of a row, one after the other. */
 static void attend_row(const cflow_ctx *ctx, const op *o, uint32_t row, uint32_t head,
                        float *scratch) {
-    const cflow_layer *l = model_layer(ctx->model, (uint32_t)o->layer);
+    const cflow_layer *l = model_layer(ctx->weights, (uint32_t)o->layer);
     const range parts = parts_of(l, &ctx->step.rows[row]);
     const partial add = partial_at(l, scratch + partial_floats(l));
     float *rest = scratch + 2 * partial_floats(l);
@@ -370,7 +370,7 @@ static void attend_row(const cflow_ctx *ctx, const op *o, uint32_t row, uint32_t
 
 /* Part `at` of all parts; 1 if the row's other parts are done too, and with them the row. */
 static int attend_cut(const cflow_ctx *ctx, const op *o, uint32_t at, range heads, float *scratch) {
-    const cflow_layer *l = model_layer(ctx->model, (uint32_t)o->layer);
+    const cflow_layer *l = model_layer(ctx->weights, (uint32_t)o->layer);
     const row_part *p = &ctx->row_parts[at];
     const range parts = parts_of(l, &ctx->step.rows[p->row]);
     const uint32_t row_at = at - p->part;
@@ -392,7 +392,7 @@ static int attend_cut(const cflow_ctx *ctx, const op *o, uint32_t at, range head
 }
 
 void attend_run(const cflow_ctx *ctx, const op *o, uint32_t first, uint32_t end, int thread) {
-    const cflow_layer *l = model_layer(ctx->model, (uint32_t)o->layer);
+    const cflow_layer *l = model_layer(ctx->weights, (uint32_t)o->layer);
     const uint32_t n = heads_per_unit(l), width = n * (l->n_heads / l->n_kv_heads) * l->head_dim;
     float *scratch = ctx_scratch(ctx, thread);
     for (uint32_t u = first; u < end; u++) {
@@ -408,10 +408,10 @@ void attend_run(const cflow_ctx *ctx, const op *o, uint32_t first, uint32_t end,
     }
 }
 
-size_t attend_scratch(const cflow_model *model) {
+size_t attend_scratch(const model_weights *m) {
     size_t most = 0;
-    for (uint32_t i = 0; i < model->header.n_layers; i++) {
-        const cflow_layer *l = model_layer(model, i);
+    for (uint32_t i = 0; i < m->header.n_layers; i++) {
+        const cflow_layer *l = model_layer(m, i);
         const size_t floats =
             2 * partial_floats(l) + ATTEND_SCRATCH(l->n_heads / l->n_kv_heads, l->head_dim);
         if (most < floats) most = floats;

@@ -5,8 +5,8 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "model.h"
 #include "status.h"
+#include "weights.h"
 
 typedef unsigned long long ull;
 

@@ -1,4 +1,5 @@
-/* A context: the buffers of a plan, the KV blocks, the threads, and the step that is running. */
+/* A context: the buffers of a plan, the KV blocks, the threads, and the running step. ctx_open.c
+ * lays it out; the ops read and write it. */
 #ifndef CFLOW_CTX_H
 #define CFLOW_CTX_H
 
@@ -6,17 +7,14 @@
 
 #include "arena.h"
 #include "kernels.h"
+#include "model.h"
 #include "plan.h"
 #include "pool.h"
+#include "weights.h"
 
 enum {
-    UNIT = 32, /* outputs of the smallest piece of work on a matrix: one block of activations */
-    STRIPE_UNITS = 4,   /* most units of a stripe */
-    GATED_ROWS = 64,    /* rows whose gate and up outputs a thread holds at once */
-    SCORE_ROWS = 32,    /* rows whose logits are held at once for scoring */
-    ATTEND_PART = 1024, /* positions, a multiple of a KV block: the floats depend on it */
-    CUT_UNITS = 4,      /* a thread's units of attention, below which rows are cut into parts */
-    UNIT_BITS = 24      /* a phase has fewer units than this many bits count */
+    SCORE_ROWS = 32, /* rows whose logits are held at once for scoring */
+    UNIT_BITS = 24   /* bits that count the units of a phase */
 };
 
 typedef struct {          /* an expert that some row chose, in one layer */
@@ -91,7 +89,11 @@ typedef struct {
 } stage_time;
 
 struct cflow_ctx {
-    const cflow_model *model;
+    cflow_model *model;
+    const model_weights *weights; /* these four: the model's */
+    const plan *plan;
+    tier *tier;
+    ring *ring;
     cflow_ctx_options options;
     kernels k;
     pool *pool;
@@ -125,7 +127,7 @@ struct cflow_ctx {
 };
 
 static inline buffer *ctx_buffer(const cflow_ctx *ctx, uint32_t v) {
-    return &ctx->buffers[ctx->options.keep_values ? v : ctx->model->plan->values[v].slot];
+    return &ctx->buffers[ctx->options.keep_values ? v : ctx->plan->values[v].slot];
 }
 /* Whom an expert op's experts are for. */
 static inline groups *op_groups(const cflow_ctx *ctx, const op *o) {
@@ -137,111 +139,5 @@ static inline void *ctx_scratch(const cflow_ctx *ctx, int thread) {
 static inline activations buffer_activations(const buffer *b) {
     return (activations){.f = b->f, .q = b->q, .scale = b->scale, .sum = b->sum, .ld = b->ld};
 }
-static inline uint32_t stripe_units(const matrix *w) {
-    return w->stripe_rows / UNIT;
-}
-static inline uint32_t matrix_units(const matrix *w) {
-    return w->n_stripes * stripe_units(w);
-}
-static inline uint64_t matrix_unit_bytes(const matrix *w) {
-    return w->stripe_bytes / stripe_units(w);
-}
-
-/* y = W x for units [first, end) of w and m rows; y's column 0 is the first output of unit `first`.
- */
-void multiply(const cflow_ctx *ctx, const matrix *w, uint32_t first, uint32_t end, activations x,
-              const int32_t *x_rows, uint32_t m, const int32_t *y_rows, float *y, size_t y_ld);
-/* hidden = act(gate x) * (up x), units [first, end); quantised where the buffer is. */
-void multiply_gated(const cflow_ctx *ctx, const cflow_layer *l, const matrix *gate,
-                    const matrix *up, uint32_t first, uint32_t end, activations x,
-                    const int32_t *x_rows, uint32_t m, const int32_t *y_rows, const buffer *hidden,
-                    int thread);
-/* Columns [column, column + n) of a row of b are written: zeroes what follows up to a multiple of
- * 32, as what multiplies them reads it, and makes their codes if b has any. */
-void buffer_finish(const cflow_ctx *ctx, const buffer *b, size_t row, size_t column, uint32_t n);
-
-/* A span is a run of equal units of one op; these are what forward.c splits over the threads. */
-typedef struct {
-    uint32_t units;
-    uint64_t cost;   /* of a unit, in weight bytes times rows */
-    uint32_t stripe; /* units of one; 0: they lie in none */
-} span;
-
-static inline span matrix_span(const matrix *w, uint64_t cost) {
-    return (span){matrix_units(w), cost, stripe_units(w)};
-}
-
-/* Units [first, end) of an op's work; of one piece, expert or phase where there are several. */
-void matmul_run(const cflow_ctx *ctx, const op *o, const piece *one, uint32_t first, uint32_t end);
-void gated_run(const cflow_ctx *ctx, const op *o, uint32_t first, uint32_t end, int thread);
-void combine_row(const cflow_ctx *ctx, const op *o, uint32_t row);
-span kv_span(const cflow_ctx *ctx, const op *o);
-void kv_run(const cflow_ctx *ctx, const op *o, uint32_t first, uint32_t end, int thread);
-span attend_span(const cflow_ctx *ctx, const op *o);
-void attend_run(const cflow_ctx *ctx, const op *o, uint32_t first, uint32_t end, int thread);
-size_t attend_scratch(const cflow_model *model);
-/* Which rows of this step are cut, and into what. */
-void attend_divide(cflow_ctx *ctx);
-/* The most parts that a step's rows are cut into, and what is kept of one. */
-uint64_t attend_cuts(const cflow_model *model, const cflow_ctx_options *options);
-size_t attend_partial_bytes(const cflow_model *model);
-void select_run(cflow_ctx *ctx, const op *o, int thread);
-void guess_run(cflow_ctx *ctx, const op *o, int thread);
-/* index: of the experts that are in the op now. */
-uint32_t expert_spans(const cflow_ctx *ctx, const op *o);
-span expert_span(const cflow_ctx *ctx, const op *o, uint32_t index);
-void expert_run(const cflow_ctx *ctx, const op *o, uint32_t index, uint32_t first, uint32_t end,
-                int thread);
-
-/* The phases of a step: stage s is phase 2 s; phase 2 s + 1 runs as often as experts of stage s are
- * still on their way: OP_EXPERT_DOWN of those that were in the phase before, OP_EXPERT_GATED of
- * those that have come since. Then the head. The ops of a phase are those of [*first, *end) that
- * phase_has. */
-static inline void phase_ops(const plan *p, uint32_t phase, uint32_t *first, uint32_t *end) {
-    const uint32_t stage = phase / 2, after = stage + 1 + phase % 2;
-    *first = p->first_op[stage];
-    *end = p->first_op[after < p->n_stages ? after : p->n_stages];
-}
-static inline int phase_has(const op *o, uint32_t phase) {
-    if (phase % 2 == 0) return 1;
-    return o->kind == (o->stage == phase / 2 ? OP_EXPERT_GATED : OP_EXPERT_DOWN);
-}
-
-/* waves.c, by one thread, but for the first between two phases. Where experts are on disk, those
- * whose records are there, pinned, run as a wave. A phase with any other work does not wait for
- * records. */
-
-/* Has experts read, after OP_SELECT. scratch: 5 bytes for each of a layer. */
-void waves_selected(cflow_ctx *ctx, const op *select, void *scratch);
-/* 1 if the phase may have work. */
-int waves_begin(cflow_ctx *ctx, uint32_t phase);
-/* Waits for one more expert of the phase; 0 if there is none to wait for. */
-int waves_wait(cflow_ctx *ctx, uint32_t phase);
-/* The phase is over: unpins. The next one. */
-uint32_t waves_end(cflow_ctx *ctx, uint32_t phase);
-/* The step ends before `phase`: unpins and withdraws everything. */
-void waves_abandon(cflow_ctx *ctx, uint32_t phase);
-
-/* ring.c, by one thread between two phases, where the weights of layers are on disk. */
-
-/* Waits for what the phase reads and pins it. 0: cancelled, or all rows have failed. */
-int ring_begin(cflow_ctx *ctx, uint32_t phase);
-/* The phase is over: unpins what no later one reads, and has the next records read. */
-void ring_end(cflow_ctx *ctx, uint32_t phase);
-/* The step ended early: unpins and withdraws everything. */
-void ring_abandon(cflow_ctx *ctx);
-
-const matrix *head_matrix(const cflow_model *m);
-/* The score of a row that has none. */
-cflow_score no_score(void);
-/* Phases of this step's head, and one of them. */
-uint32_t head_phases(const cflow_ctx *ctx);
-span head_span(const cflow_ctx *ctx, uint32_t phase);
-void head_phase(cflow_ctx *ctx, uint32_t phase, uint32_t first, uint32_t end);
-
-/* Fills (context, rope_dim): rope_dim / 2 cosines then as many sines for each position. */
-void rope_table(const cflow_layer *l, uint32_t context, float *table);
-/* Bytes of one KV head of a layer in a block, a multiple of 64. */
-size_t kv_head_bytes(const cflow_layer *l, int32_t kv_type);
 
 #endif

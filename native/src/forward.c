@@ -1,9 +1,13 @@
 /* The step: phases (ctx.h: the plan's stages with waves of experts between, then the head) whose
  * units the threads share by bytes. */
+#include "attention.h"
 #include "clock.h"
-#include "ctx.h"
-#include "ring.h"
+#include "head.h"
+#include "layers.h"
+#include "moe.h"
+#include "ops.h"
 #include "status.h"
+#include "waves.h"
 
 /* ---- what a phase consists of ---- */
 
@@ -17,7 +21,7 @@ static span span_of(const cflow_ctx *ctx, const op *o, uint32_t index) {
     const uint32_t m = ctx->step.n_rows;
     switch (o->kind) {
     case OP_COMBINE:
-        return (span){.units = m, .cost = 8ull * ctx->model->header.d_model * (o->n_terms + 1)};
+        return (span){.units = m, .cost = 8ull * ctx->weights->header.d_model * (o->n_terms + 1)};
     case OP_MATMUL:
         return matrix_span(o->pieces[index].w, m * matrix_unit_bytes(o->pieces[index].w));
     case OP_GATED:
@@ -71,7 +75,7 @@ static void run_span(cflow_ctx *ctx, const op *o, uint32_t index, uint32_t first
 typedef int (*span_visitor)(cflow_ctx *ctx, const op *o, uint32_t index, span s, void *arg);
 
 static void visit_spans(cflow_ctx *ctx, uint32_t phase, span_visitor visit, void *arg) {
-    const plan *p = ctx->model->plan;
+    const plan *p = ctx->plan;
     const uint32_t head = 2 * p->n_stages;
     if (phase >= head) {
         visit(ctx, NULL, phase - head, head_span(ctx, phase - head), arg);
@@ -148,7 +152,7 @@ static totals find_work(cflow_ctx *ctx, uint32_t phase) {
 }
 
 static stage_time *time_of(const cflow_ctx *ctx, uint32_t phase) {
-    const uint32_t n = ctx->model->plan->n_stages;
+    const uint32_t n = ctx->plan->n_stages;
     return &ctx->times[phase < 2 * n ? phase / 2 : n + phase % 2];
 }
 
@@ -160,7 +164,7 @@ static void begin_phase(cflow_ctx *ctx, uint32_t phase) {
     int goes_on = 1;
     for (; phase < s->n_phases; phase++) {
         s->cancelled = atomic_load(&ctx->cancelled);
-        goes_on = !s->cancelled && ring_begin(ctx, phase);
+        goes_on = !s->cancelled && layers_begin(ctx, phase);
         if (!goes_on) break;
         if (!waves_begin(ctx, phase)) continue;
         all = find_work(ctx, phase);
@@ -168,7 +172,7 @@ static void begin_phase(cflow_ctx *ctx, uint32_t phase) {
     }
     if (!goes_on) {
         waves_abandon(ctx, phase);
-        ring_abandon(ctx);
+        layers_abandon(ctx);
         phase = s->n_phases;
     }
     s->n_units = all.units;
@@ -230,7 +234,7 @@ static int run_span_part(cflow_ctx *ctx, const op *o, uint32_t index, span s, vo
         if (o)
             run_span(ctx, o, index, lo, hi, e->thread);
         else
-            head_phase(ctx, index, lo, hi);
+            head_run(ctx, index, lo, hi);
     }
     e->at += s.units;
     return e->at < e->units.end;
@@ -256,7 +260,7 @@ static void run_step(void *arg, int thread) {
         const uint32_t n = e.units.end - e.units.first, total = s->n_units;
         visit_spans(ctx, phase, run_span_part, &e);
         if (atomic_fetch_add(&s->units_done, n) + n == total) {
-            ring_end(ctx, phase);
+            layers_end(ctx, phase);
             begin_phase(ctx, waves_end(ctx, phase));
         }
     }
@@ -266,7 +270,7 @@ static void run_step(void *arg, int thread) {
 
 static cflow_status check_row(const cflow_ctx *ctx, const cflow_row *r, int32_t i,
                               cflow_error *err) {
-    const cflow_header *h = &ctx->model->header;
+    const cflow_header *h = &ctx->weights->header;
     if (r->sequence < 0 || r->sequence >= ctx->options.max_sequences)
         return fail(err, CFLOW_EINVAL, "row %d: sequence %d of %d", i, r->sequence,
                     ctx->options.max_sequences);
@@ -321,8 +325,8 @@ static cflow_status begin_step(cflow_ctx *ctx, const cflow_row *rows, int32_t n_
 }
 
 static void count_bytes(cflow_ctx *ctx) {
-    const plan *p = ctx->model->plan;
-    const matrix *head = head_matrix(ctx->model);
+    const plan *p = ctx->plan;
+    const matrix *head = head_matrix(ctx->weights);
     const uint64_t head_bytes = (uint64_t)head->n_stripes * head->stripe_bytes;
     uint64_t bytes = 0;
     for (uint32_t i = 0; i < p->n_ops; i++)
@@ -341,7 +345,7 @@ cflow_status cflow_ctx_step(cflow_ctx *ctx, const cflow_row *rows, int32_t n_row
         return status;
     }
     atomic_store(&ctx->cancelled, 0);
-    ctx->step.n_phases = 2 * ctx->model->plan->n_stages + head_phases(ctx);
+    ctx->step.n_phases = 2 * ctx->plan->n_stages + head_phases(ctx);
     begin_phase(ctx, 0);
     pool_run(ctx->pool, run_step, ctx);
     if (ctx->step.cancelled) {
@@ -354,6 +358,6 @@ cflow_status cflow_ctx_step(cflow_ctx *ctx, const cflow_row *rows, int32_t n_row
 
 void cflow_ctx_cancel(cflow_ctx *ctx) {
     atomic_store(&ctx->cancelled, 1);
-    if (ctx->model->tier) tier_interrupt(ctx->model->tier);
-    if (ctx->model->ring) tier_interrupt(ctx->model->ring->tier);
+    if (ctx->tier) tier_interrupt(ctx->tier);
+    if (ctx->ring) tier_interrupt(ctx->ring->tier);
 }

@@ -1,32 +1,25 @@
 /* The head, in phases after the plan's stages: for rows that keep their logits, then for scored
  * rows in batches; each time first the product, then what is done with the logits. */
+#include "head.h"
+
 #include <math.h>
 
-#include "ctx.h"
 #include "sample.h"
 
 enum { HEAD_PHASES = 2 };
 
-const matrix *head_matrix(const cflow_model *m) {
-    return &m->global[m->header.tied ? CFLOW_EMBEDDING : CFLOW_HEAD];
-}
-
-static void head_run(cflow_ctx *ctx, const int32_t *rows, uint32_t n, float *y, uint32_t first,
-                     uint32_t end) {
-    const buffer *x = ctx_buffer(ctx, ctx->model->plan->final_norm);
-    multiply(ctx, head_matrix(ctx->model), first, end, buffer_activations(x), rows, n, NULL,
+static void compute_logits(cflow_ctx *ctx, const int32_t *rows, uint32_t n, float *y,
+                           uint32_t first, uint32_t end) {
+    const buffer *x = ctx_buffer(ctx, ctx->plan->final_norm);
+    multiply(ctx, head_matrix(ctx->weights), first, end, buffer_activations(x), rows, n, NULL,
              y + first * UNIT, ctx->vocab_ld);
 }
 
 static void check_logits(cflow_ctx *ctx, uint32_t i) {
-    const uint32_t n = ctx->model->header.vocab_size;
+    const uint32_t n = ctx->weights->header.vocab_size;
     int32_t *status = &ctx->step.row_status[ctx->step.logit_rows[i]];
     if (!*status && !isfinite(ctx->k.max(ctx->logits + i * ctx->vocab_ld, n)))
         *status = CFLOW_ENUMERIC;
-}
-
-cflow_score no_score(void) {
-    return (cflow_score){.token = -1, .rank = -1, .logprob = NAN};
 }
 
 static void score(cflow_ctx *ctx, uint32_t at, uint32_t i) {
@@ -36,7 +29,8 @@ static void score(cflow_ctx *ctx, uint32_t at, uint32_t i) {
     *out = no_score();
     if (s->row_status[row]) return;
     score_row(&ctx->k, ctx->score_logits + i * ctx->vocab_ld,
-              (int32_t)ctx->model->header.vocab_size, s->rows[row].target, s->rows[row].n_top, out);
+              (int32_t)ctx->weights->header.vocab_size, s->rows[row].target, s->rows[row].n_top,
+              out);
     if (!isfinite(out->logprob)) s->row_status[row] = CFLOW_ENUMERIC;
 }
 
@@ -56,19 +50,19 @@ static uint32_t head_rows(const cflow_ctx *ctx, uint32_t batch, uint32_t *at) {
 
 span head_span(const cflow_ctx *ctx, uint32_t phase) {
     uint32_t at;
-    if (phase % HEAD_PHASES == 0) return matrix_span(head_matrix(ctx->model), 1);
+    if (phase % HEAD_PHASES == 0) return matrix_span(head_matrix(ctx->weights), 1);
     return (span){.units = head_rows(ctx, phase / HEAD_PHASES, &at), .cost = 1};
 }
 
-void head_phase(cflow_ctx *ctx, uint32_t phase, uint32_t first, uint32_t end) {
+void head_run(cflow_ctx *ctx, uint32_t phase, uint32_t first, uint32_t end) {
     const step *s = &ctx->step;
     const uint32_t batch = phase / HEAD_PHASES;
     const int kept = s->n_logits && batch == 0;
     uint32_t at = 0;
     const uint32_t n = head_rows(ctx, batch, &at);
     if (phase % HEAD_PHASES == 0) {
-        head_run(ctx, kept ? s->logit_rows : s->score_rows + at, n,
-                 kept ? ctx->logits : ctx->score_logits, first, end);
+        compute_logits(ctx, kept ? s->logit_rows : s->score_rows + at, n,
+                       kept ? ctx->logits : ctx->score_logits, first, end);
         return;
     }
     for (uint32_t i = first; i < end; i++) {

@@ -7,7 +7,6 @@
 #include "check.h"
 #include "kernels.h"
 #include "pool.h"
-#include "ring.h"
 #include "status.h"
 #include "tensors.h"
 #include "widen.h"
@@ -21,7 +20,7 @@ typedef struct {            /* of the resident bank, from a run's border on */
 } part;
 
 typedef struct {
-    const cflow_model *m;
+    const model_weights *m;
     file *f;
     kernels k;
     cflow_progress *progress;
@@ -64,7 +63,7 @@ static cflow_status check_crc(uint32_t got, uint32_t want, cflow_error *err) {
 
 /* "resident bank, run 17 (block 3 gate)": the first tensor that has bytes there. */
 static void name_run(const loader *l, uint64_t run, char out[128]) {
-    const cflow_model *m = l->m;
+    const model_weights *m = l->m;
     char name[64] = "padding";
     for (uint32_t i = 0; i < m->header.n_tensors; i++) {
         const cflow_tensor *t = &m->tensors[i];
@@ -95,10 +94,10 @@ static void read_runs(loader *l, uint8_t *out, uint64_t at, uint64_t n) {
     give_up(l, status, what, &why);
 }
 
-static void read_resident(loader *l, uint64_t piece) {
+static void read_resident(loader *l, uint64_t index) {
     const part *p = l->parts;
-    for (; piece >= p->n_pieces; p++) piece -= p->n_pieces;
-    const uint64_t at = piece * PIECE_BYTES;
+    for (; index >= p->n_pieces; p++) index -= p->n_pieces;
+    const uint64_t at = index * PIECE_BYTES;
     const uint64_t n = p->bytes - at < PIECE_BYTES ? p->bytes - at : PIECE_BYTES;
     read_runs(l, p->out + at, p->offset + at, n);
 }
@@ -153,11 +152,11 @@ static const part *find_part(const loader *l, const cflow_tensor *t) {
     return NULL;
 }
 
-static void place_stored(cflow_model *m, const loader *l) {
+static void place_stored(model_weights *m, const loader *l) {
     for (uint32_t i = 0; i < m->header.n_tensors; i++) {
         const cflow_tensor *t = &m->tensors[i];
         const part *p = tensor_is_expert(t) ? NULL : find_part(l, t);
-        if (p) tensor_matrix(m, t)->data = p->out + (t->offset - p->offset);
+        if (p) tensor_entry(m, t)->data = p->out + (t->offset - p->offset);
     }
     for (uint32_t i = 0; i < l->n_records; i++) m->expert_data[i] = l->bank + m->records[i].offset;
     m->expert_bank = l->bank;
@@ -191,7 +190,7 @@ static uint64_t measure_vectors(const loader *l, uint64_t *most) {
     return bytes;
 }
 
-static cflow_status read_vectors(cflow_model *m, loader *l, uint64_t most, cflow_error *err) {
+static cflow_status read_vectors(model_weights *m, loader *l, uint64_t most, cflow_error *err) {
     arena runs;
     part last = {0};
     const cflow_status status =
@@ -204,9 +203,9 @@ static cflow_status read_vectors(cflow_model *m, loader *l, uint64_t most, cflow
             read_runs(l, runs.base, now.offset, now.bytes);
         last = now;
         const uint64_t bytes = tensor_end(t) - t->offset;
-        uint8_t *own = arena_take(&m->weights, bytes);
+        uint8_t *own = arena_take(&m->memory, bytes);
         memcpy(own, runs.base + (t->offset - now.offset), bytes);
-        tensor_matrix(m, t)->data = own;
+        tensor_entry(m, t)->data = own;
     }
     arena_close(&runs);
     return status;
@@ -214,8 +213,7 @@ static cflow_status read_vectors(cflow_model *m, loader *l, uint64_t most, cflow
 
 /* ---- all of it ---- */
 
-static void choose_parts(loader *l) {
-    const ring *r = l->m->ring;
+static void choose_parts(loader *l, const ring *r) {
     const uint64_t all = bank_section(l, CFLOW_SECTION_RESIDENT)->bytes;
     if (!r) l->parts[l->n_parts++] = (part){.bytes = all};
     for (uint32_t i = 0; r && i < r->n_segments; i++) {
@@ -229,25 +227,26 @@ static void choose_parts(loader *l) {
     }
 }
 
-static cflow_status take_memory(cflow_model *m, loader *l, uint64_t vectors, cflow_error *err) {
+static cflow_status take_memory(model_weights *m, loader *l, uint64_t vectors, cflow_error *err) {
     const uint64_t bank = l->n_records ? bank_section(l, CFLOW_SECTION_EXPERT_BANK)->bytes : 0;
     uint64_t bytes = bank + vectors;
     for (int i = 0; i < l->n_parts; i++) bytes += round_up(l->parts[i].bytes, FILE_PAGE);
-    const cflow_status status = arena_open(&m->weights, bytes, "the weights", err);
+    const cflow_status status = arena_open(&m->memory, bytes, "the weights", err);
     if (status != CFLOW_OK) return status;
     for (int i = 0; i < l->n_parts; i++)
-        l->parts[i].out = arena_take(&m->weights, round_up(l->parts[i].bytes, FILE_PAGE));
-    l->bank = bank ? arena_take(&m->weights, bank) : NULL;
+        l->parts[i].out = arena_take(&m->memory, round_up(l->parts[i].bytes, FILE_PAGE));
+    l->bank = bank ? arena_take(&m->memory, bank) : NULL;
     return CFLOW_OK;
 }
 
-/* The banks as they lie in the file, into m->weights. */
-static cflow_status read_stored(cflow_model *m, file *f, const cflow_model_options *options,
-                                pool *threads, cflow_error *err) {
+/* The banks as they lie in the file, into m->memory. */
+static cflow_status read_stored(model_weights *m, const ring *r, file *f,
+                                const cflow_model_options *options, pool *threads,
+                                cflow_error *err) {
     loader l = {.m = m, .f = f, .progress = options->progress};
     l.n_records = options->expert_cache ? 0 : m->header.n_records;
     kernels_select(&l.k, NULL);
-    choose_parts(&l);
+    choose_parts(&l, r);
     uint64_t most;
     const uint64_t vectors = measure_vectors(&l, &most);
     cflow_status status = take_memory(m, &l, vectors, err);
@@ -258,19 +257,20 @@ static cflow_status read_stored(cflow_model *m, file *f, const cflow_model_optio
     if (status) return status;
     if (l.status) return fail(err, l.status, "%s", l.error.text);
     place_stored(m, &l);
-    m->memory.direct_io = file_is_direct(f);
     return CFLOW_OK;
 }
 
-cflow_status load_weights(cflow_model *m, file *f, const cflow_model_options *options,
+cflow_status load_weights(model_weights *m, const ring *r, file *f,
+                          const cflow_model_options *options, cflow_memory *taken,
                           cflow_error *err) {
     pool *threads;
     cflow_status status = pool_open(&threads, options->n_threads, err);
     if (status != CFLOW_OK) return status;
-    status = read_stored(m, f, options, threads, err);
+    status = read_stored(m, r, f, options, threads, err);
     if (!status && m->as_f32) status = widen_weights(m, threads, err);
     pool_close(threads);
-    m->memory.resident_bytes = m->weights.bytes;
-    m->memory.huge_bytes = arena_huge_bytes(&m->weights);
+    taken->direct_io = file_is_direct(f);
+    taken->resident_bytes = m->memory.bytes;
+    taken->huge_bytes = arena_huge_bytes(&m->memory);
     return status;
 }

@@ -1,9 +1,11 @@
 /* Mixture of experts: choosing, gathering the rows that chose the same, and the experts themselves.
  */
+#include "moe.h"
+
 #include <math.h>
 #include <string.h>
 
-#include "ctx.h"
+#include "waves.h"
 
 /* ---- OP_SELECT ---- */
 
@@ -49,8 +51,8 @@ static uint32_t n_chosen(const cflow_ctx *ctx, const cflow_layer *l, uint32_t ro
 /* A row's ranks in [first, end) are in the group: the last ones in the late one. */
 static void find_ranks(const cflow_ctx *ctx, const op *o, uint32_t row, int is_late,
                        uint32_t *first, uint32_t *end) {
-    const cflow_layer *l = model_layer(ctx->model, (uint32_t)o->layer);
-    const uint32_t n = n_chosen(ctx, l, row), defer = ctx->model->defer;
+    const cflow_layer *l = model_layer(ctx->weights, (uint32_t)o->layer);
+    const uint32_t n = n_chosen(ctx, l, row), defer = ctx->plan->defer;
     uint32_t split = l->top_k;
     if (o->out[4] != NO_VALUE) split = n > defer ? n - defer : 1;
     *first = is_late ? split : 0;
@@ -61,7 +63,7 @@ static void find_ranks(const cflow_ctx *ctx, const op *o, uint32_t row, int is_l
 static void group_rows(const cflow_ctx *ctx, const op *o, const buffer *routed, groups *g,
                        int is_late, uint32_t *count) {
     const uint32_t layer = (uint32_t)o->layer, n_rows = ctx->step.n_rows;
-    const cflow_layer *l = model_layer(ctx->model, layer);
+    const cflow_layer *l = model_layer(ctx->weights, layer);
     uint32_t rank, end;
     memset(count, 0, l->n_experts * sizeof *count);
     for (uint32_t row = 0; row < n_rows; row++)
@@ -75,7 +77,7 @@ static void group_rows(const cflow_ctx *ctx, const op *o, const buffer *routed, 
         const uint32_t n = count[e];
         if (!n) continue;
         g->experts[g->n_active++] =
-            (active_expert){.record = model_record(ctx->model, layer, e), .first = at, .n = n};
+            (active_expert){.record = model_record(ctx->weights, layer, e), .first = at, .n = n};
         count[e] = at;
         at += n;
     }
@@ -110,7 +112,7 @@ static void make_group(cflow_ctx *ctx, const op *o, int is_late, void *scratch) 
 }
 
 void select_run(cflow_ctx *ctx, const op *o, int thread) {
-    const cflow_layer *l = model_layer(ctx->model, (uint32_t)o->layer);
+    const cflow_layer *l = model_layer(ctx->weights, (uint32_t)o->layer);
     const buffer *logits = ctx_buffer(ctx, o->in[0]), *routed = ctx_buffer(ctx, o->out[0]);
     const buffer *weights = ctx_buffer(ctx, o->out[1]);
     const buffer *late = o->out[3] == NO_VALUE ? NULL : ctx_buffer(ctx, o->out[3]);
@@ -130,7 +132,7 @@ void select_run(cflow_ctx *ctx, const op *o, int thread) {
 /* The experts with the most weight over all rows, the heaviest first: of the cache no more than a
  * quarter, so that guesses drive out neither each other nor what the layer itself needs. */
 void guess_run(cflow_ctx *ctx, const op *o, int thread) {
-    const cflow_layer *l = model_layer(ctx->model, (uint32_t)o->layer);
+    const cflow_layer *l = model_layer(ctx->weights, (uint32_t)o->layer);
     const buffer *logits = ctx_buffer(ctx, o->in[0]);
     float *p = ctx_scratch(ctx, thread), *votes = p + l->n_experts;
     float *ids = votes + l->n_experts, *weights = ids + l->top_k;
@@ -142,15 +144,15 @@ void guess_run(cflow_ctx *ctx, const op *o, int thread) {
         for (uint32_t rank = 0; rank < k; rank++)
             if (ids[rank] >= 0) votes[(uint32_t)ids[rank]] += weights[rank];
     }
-    while (n < tier_slots(ctx->model->tier) / 4) {
+    while (n < tier_slots(ctx->tier) / 4) {
         uint32_t best = 0;
         for (uint32_t e = 1; e < l->n_experts; e++)
             if (votes[e] > votes[best]) best = e;
         if (!(votes[best] > 0)) break;
         votes[best] = 0;
-        records[n++] = model_record(ctx->model, (uint32_t)o->layer, best);
+        records[n++] = model_record(ctx->weights, (uint32_t)o->layer, best);
     }
-    tier_speculate(ctx->model->tier, records, n);
+    tier_speculate(ctx->tier, records, n);
 }
 
 /* ---- OP_EXPERT_GATED and OP_EXPERT_DOWN: one span is one expert that is in the op ---- */
@@ -166,7 +168,7 @@ static const active_expert *op_expert(const op *o, const groups *g, uint32_t ind
 
 static matrix op_matrix(const cflow_ctx *ctx, const op *o, const active_expert *e,
                         cflow_role role) {
-    return matrix_in_record(model_matrix(ctx->model, (uint32_t)o->layer, role), e->bytes);
+    return matrix_in_record(model_matrix(ctx->weights, (uint32_t)o->layer, role), e->bytes);
 }
 
 span expert_span(const cflow_ctx *ctx, const op *o, uint32_t index) {
@@ -194,6 +196,6 @@ void expert_run(const cflow_ctx *ctx, const op *o, uint32_t index, uint32_t firs
     }
     const matrix gate = op_matrix(ctx, o, e, CFLOW_EXPERT_GATE);
     const matrix up = op_matrix(ctx, o, e, CFLOW_EXPERT_UP);
-    multiply_gated(ctx, model_layer(ctx->model, (uint32_t)o->layer), &gate, &up, first, end, x,
+    multiply_gated(ctx, model_layer(ctx->weights, (uint32_t)o->layer), &gate, &up, first, end, x,
                    rows, e->n, slots, y, thread);
 }

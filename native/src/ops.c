@@ -1,8 +1,8 @@
 /* The ops on whole rows and whole matrices: products, gated products, the residual stream. */
+#include "ops.h"
+
 #include <math.h>
 #include <string.h>
-
-#include "ctx.h"
 
 /* ---- matrices ---- */
 
@@ -84,7 +84,7 @@ void matmul_run(const cflow_ctx *ctx, const op *o, const piece *one, uint32_t fi
 }
 
 void gated_run(const cflow_ctx *ctx, const op *o, uint32_t first, uint32_t end, int thread) {
-    multiply_gated(ctx, model_layer(ctx->model, (uint32_t)o->layer), o->gate, o->up, first, end,
+    multiply_gated(ctx, model_layer(ctx->weights, (uint32_t)o->layer), o->gate, o->up, first, end,
                    buffer_activations(ctx_buffer(ctx, o->in[0])), NULL, ctx->step.n_rows, NULL,
                    ctx_buffer(ctx, o->out[0]), thread);
 }
@@ -99,18 +99,18 @@ static float sigmoid(const cflow_ctx *ctx, float x) {
 }
 
 static void embed(const cflow_ctx *ctx, int32_t token, float *x) {
-    const matrix *w = &ctx->model->global[CFLOW_EMBEDDING];
+    const matrix *w = &ctx->weights->global[CFLOW_EMBEDDING];
     const uint32_t row = (uint32_t)token, n = w->n_cols;
     stripe_row(w->encoding, w->data + row / w->stripe_rows * w->stripe_stride, w->stripe_rows, n,
                row % w->stripe_rows, x);
-    const float scale = ctx->model->header.embedding_scale;
+    const float scale = ctx->weights->header.embedding_scale;
     if (scale != 1.0f)
         for (uint32_t i = 0; i < n; i++) x[i] *= scale;
 }
 
 /* A routed term: its ranks, weighted, in order. Unused ranks have weight 0 and stale contents. */
 static const float *sum_ranks(const cflow_ctx *ctx, const term *t, uint32_t row, uint32_t n) {
-    const uint32_t per_row = ctx->model->plan->values[t->value].per_row;
+    const uint32_t per_row = ctx->plan->values[t->value].per_row;
     const buffer *each = ctx_buffer(ctx, t->value), *weights = ctx_buffer(ctx, t->weights);
     const buffer *sum = ctx_buffer(ctx, t->sum);
     const float *w = weights->f + row * weights->ld;
@@ -124,7 +124,7 @@ static const float *sum_ranks(const cflow_ctx *ctx, const term *t, uint32_t row,
 }
 
 void combine_row(const cflow_ctx *ctx, const op *o, uint32_t row) {
-    const uint32_t n = ctx->model->header.d_model;
+    const uint32_t n = ctx->weights->header.d_model;
     const buffer *stream = ctx_buffer(ctx, o->out[0]);
     float *x = stream->f + row * stream->ld;
     if (o->base == NO_VALUE)

@@ -1,20 +1,18 @@
 /* The order in which a step reads the weights, out of the plan: what a file in stage order keeps.
  */
-#include "plan.h"
+#include "model.h"
 #include "tensors.h"
 
 typedef struct {
-    const cflow_model *m;
+    const model_weights *m;
     uint32_t *tensors; /* (n,) indices, each once */
     uint32_t n;
 } reading;
 
-/* w: a matrix of m->global or m->blocks that the file may lack; or NULL. */
+/* w: a matrix of the weights, which the file may lack; or NULL. */
 static void append(reading *r, const matrix *w) {
-    const cflow_model *m = r->m;
-    uint32_t t = 0;
-    while (t < m->header.n_tensors && tensor_matrix(m, &m->tensors[t]) != w) t++;
-    if (t == m->header.n_tensors) return;
+    const uint32_t t = tensor_of(r->m, w);
+    if (t == r->m->header.n_tensors) return;
     for (uint32_t i = 0; i < r->n; i++)
         if (r->tensors[i] == t) return;
     r->tensors[r->n++] = t;
@@ -57,8 +55,8 @@ static void append_op(reading *r, const op *o) {
 }
 
 void cflow_model_reading_order(const cflow_model *model, uint32_t *tensors) {
-    reading r = {.m = model, .tensors = tensors};
+    reading r = {.m = &model->weights, .tensors = tensors};
     const plan *p = model->plan;
     for (uint32_t i = 0; i < p->n_ops; i++) append_op(&r, &p->ops[i]);
-    append(&r, &model->global[model->header.tied ? CFLOW_EMBEDDING : CFLOW_HEAD]);
+    append(&r, head_matrix(r.m));
 }

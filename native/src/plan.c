@@ -3,7 +3,6 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "kernels.h"
 #include "status.h"
 
 enum { OPS_PER_LAYER = 18, VALUES_PER_LAYER = 32, TERMS_PER_LAYER = 6 };
@@ -14,7 +13,8 @@ typedef struct {
 
 typedef struct {
     plan *p;
-    const cflow_model *m;
+    const model_weights *m;
+    plan_options options;
     term *terms; /* all of the plan's, handed out in order */
     uint32_t n_terms, max_ops, max_values;
     uint32_t *made_by; /* (n_values,) op */
@@ -55,10 +55,6 @@ static uint32_t op_index(const builder *b, const op *o) {
 static uint32_t made(builder *b, op *o, uint32_t v) {
     b->made_by[v] = op_index(b, o);
     return v;
-}
-
-static uint64_t matrix_bytes(const matrix *w) {
-    return (uint64_t)w->n_stripes * w->stripe_bytes;
 }
 
 /* A value that a matrix of this encoding multiplies must exist in the form it reads. */
@@ -210,7 +206,7 @@ static uint32_t new_groups(builder *b, op *select, const char *what) {
 /* The experts that the next layer will choose, guessed from this one's stream. */
 static void build_guess(builder *b, uint32_t layer, uint32_t stream) {
     const uint32_t next = layer + 1;
-    if (!b->m->speculate || next == b->m->header.n_layers) return;
+    if (!b->options.speculate || next == b->m->header.n_layers) return;
     const cflow_layer *l = model_layer(b->m, layer), *n = model_layer(b->m, next);
     if (!n->n_experts || n->expert_delay || n->expert_anchor != CFLOW_POST_ATTENTION ||
         l->expert_anchor != CFLOW_POST_ATTENTION)
@@ -253,7 +249,7 @@ static void build_experts(builder *b, uint32_t layer, uint32_t stream, const cha
     if (l->shared_gate) out->shared_scale = route->pieces[1].out;
     if (l->d_shared) out->shared = build_ffn(b, PART_EXPERTS, layer, x, shared_roles, shared_names);
 
-    const uint32_t n_late = layer + 1 < b->m->header.n_layers ? b->m->defer : 0;
+    const uint32_t n_late = layer + 1 < b->m->header.n_layers ? b->options.defer : 0;
     out->each = build_chosen(b, layer, x, select->out[2], l->top_k - n_late,
                              injection_layer(b, layer, 0), names);
     if (!n_late) return;
@@ -323,7 +319,7 @@ static void build_graph(builder *b) {
     for (uint32_t layer = 0; layer < h->n_layers; layer++) build_layer(b, layer);
     b->p->final_norm = norm_of(b, b->streams[h->n_layers], &b->m->global[CFLOW_FINAL_NORM],
                                h->final_norm_eps, h->final_norm_offset, h->n_layers, "final_norm");
-    read_by(b, b->p->final_norm, &b->m->global[h->tied ? CFLOW_EMBEDDING : CFLOW_HEAD]);
+    read_by(b, b->p->final_norm, head_matrix(b->m));
 }
 
 /* ---- edges: what an op reads and writes, by index ---- */
@@ -476,13 +472,12 @@ static void sort_ops(plan *p, op *sorted) {
 static void fill_info(builder *b, uint64_t *longest) {
     plan *p = b->p;
     const cflow_header *h = &b->m->header;
-    const matrix *head = &b->m->global[h->tied ? CFLOW_EMBEDDING : CFLOW_HEAD];
     cflow_plan_info *info = &p->info;
     info->n_stages = info->n_barriers = p->n_stages;
     info->n_ops = p->n_ops;
     info->n_values = p->n_slots;
     for (uint32_t i = 0; i < p->n_ops; i++) info->layer_bytes += p->ops[i].bytes;
-    info->bytes_per_token = info->layer_bytes + matrix_bytes(head);
+    info->bytes_per_token = info->layer_bytes + matrix_bytes(head_matrix(b->m));
     info->critical_path_bytes = critical_path(b, longest);
     info->critical_path_closed_form_bytes = closed_form(b);
     for (uint32_t l = 0; l < h->n_layers; l++)
@@ -532,17 +527,18 @@ static cflow_status build(builder *b) {
     return ok ? CFLOW_OK : CFLOW_ENOMEM;
 }
 
-cflow_status plan_open(plan **out, const cflow_model *model, cflow_error *err) {
+cflow_status plan_open(plan **out, const model_weights *m, plan_options options, cflow_error *err) {
     *out = NULL;
-    builder b = {.m = model, .p = memory_zeroed(1, sizeof *b.p)};
+    builder b = {.m = m, .options = options, .p = memory_zeroed(1, sizeof *b.p)};
     cflow_status status = b.p ? build(&b) : CFLOW_ENOMEM;
     memory_free(b.made_by);
     memory_free(b.streams);
     memory_free(b.experts);
     if (status != CFLOW_OK) {
         plan_close(b.p);
-        return fail(err, status, "no memory for the plan of %u layers", model->header.n_layers);
+        return fail(err, status, "no memory for the plan of %u layers", m->header.n_layers);
     }
+    b.p->defer = options.defer;
     *out = b.p;
     return CFLOW_OK;
 }
@@ -559,19 +555,13 @@ void plan_close(plan *p) {
 
 /* ---- accounts ---- */
 
-void cflow_model_plan(const cflow_model *model, cflow_plan_info *out) {
-    *out = model->plan->info;
-}
-
 static void append_name(char *list, size_t size, const plan *p, uint32_t v) {
     if (v == NO_VALUE) return;
     const size_t used = strlen(list);
     snprintf(list + used, size - used, "%s%s", used ? " " : "", p->values[v].name);
 }
 
-cflow_status cflow_model_op(const cflow_model *model, uint32_t index, cflow_op_info *out,
-                            cflow_error *err) {
-    const plan *p = model->plan;
+cflow_status plan_describe(const plan *p, uint32_t index, cflow_op_info *out, cflow_error *err) {
     if (index >= p->n_ops)
         return fail(err, CFLOW_EINVAL, "op %u: the plan has %u", index, p->n_ops);
     const op *o = &p->ops[index];

@@ -4,7 +4,7 @@
 #ifndef CFLOW_PLAN_H
 #define CFLOW_PLAN_H
 
-#include "model.h"
+#include "weights.h"
 
 /* What a step computes: a buffer of `width` floats per row, or `per_row` of them. */
 typedef struct {
@@ -92,7 +92,7 @@ typedef struct {
     int is_routed; /* OP_COMBINE: a router reads it */
 } op;
 
-struct plan {
+typedef struct {
     op *ops; /* in stage order; in a stage routers and selections first */
     uint32_t n_ops;
     uint32_t *first_op; /* (n_stages + 1,) */
@@ -103,10 +103,34 @@ struct plan {
     slot *slots;
     uint32_t n_slots;
     uint32_t final_norm; /* the value the head reads */
+    uint32_t defer;      /* of plan_options */
     cflow_plan_info info;
-};
+} plan;
 
-cflow_status plan_open(plan **out, const cflow_model *model, cflow_error *err);
+typedef struct {
+    int speculate;  /* 1: guess the next layer's experts and read them ahead */
+    uint32_t defer; /* experts of a token that join the stream one layer late */
+} plan_options;
+
+/* ENOMEM. The plan points into the matrices of m, which must outlive it. */
+cflow_status plan_open(plan **out, const model_weights *m, plan_options options, cflow_error *err);
 void plan_close(plan *p);
+
+/* Describes op `index`. EINVAL if there is none. */
+cflow_status plan_describe(const plan *p, uint32_t index, cflow_op_info *out, cflow_error *err);
+
+/* The phases of a step: stage s is phase 2 s; phase 2 s + 1 runs as often as experts of stage s are
+ * still on their way: OP_EXPERT_DOWN of those that were in the phase before, OP_EXPERT_GATED of
+ * those that have come since. Then the head. The ops of a phase are those of [*first, *end) that
+ * phase_has. */
+static inline void phase_ops(const plan *p, uint32_t phase, uint32_t *first, uint32_t *end) {
+    const uint32_t stage = phase / 2, after = stage + 1 + phase % 2;
+    *first = p->first_op[stage];
+    *end = p->first_op[after < p->n_stages ? after : p->n_stages];
+}
+static inline int phase_has(const op *o, uint32_t phase) {
+    if (phase % 2 == 0) return 1;
+    return o->kind == (o->stage == phase / 2 ? OP_EXPERT_GATED : OP_EXPERT_DOWN);
+}
 
 #endif

@@ -3,8 +3,6 @@
 #include <stdlib.h>
 
 #include "check.h"
-#include "clock.h"
-#include "ctx.h"
 #include "status.h"
 #include "tensors.h"
 
@@ -19,7 +17,7 @@ static int by_start(const void *a, const void *b) {
 }
 
 /* Where blocks and tensors of no layer begin; returns how many. */
-static uint32_t list_cuts(const cflow_model *m, segment *cuts) {
+static uint32_t list_cuts(const model_weights *m, segment *cuts) {
     uint32_t n = m->header.n_blocks;
     for (uint32_t b = 0; b < n; b++) cuts[b] = (segment){.start = UINT64_MAX, .block = b};
     for (uint32_t i = 0; i < m->header.n_tensors; i++) {
@@ -47,8 +45,8 @@ static void join_cuts(ring *r, uint32_t n, uint64_t bank_bytes) {
     }
 }
 
-static cflow_status assign_tensors(const cflow_model *m, cflow_error *err) {
-    ring *r = m->ring;
+static cflow_status assign_tensors(ring *r, cflow_error *err) {
+    const model_weights *m = r->weights;
     for (uint32_t i = 0; i < m->header.n_tensors; i++) {
         const cflow_tensor *t = &m->tensors[i];
         r->record_of[i] = NO_RECORD;
@@ -89,7 +87,7 @@ static uint32_t join_crcs(uint32_t first, uint32_t second, uint64_t bytes) {
     return first ^ second;
 }
 
-static tier_record make_record(const cflow_model *m, const segment *s) {
+static tier_record make_record(const model_weights *m, const segment *s) {
     static const uint8_t padding[FILE_PAGE];
     const uint32_t *crcs = (const uint32_t *)(const void *)m->sections[CFLOW_SECTION_RUN_CRCS];
     const uint64_t bank = m->header.sections[CFLOW_SECTION_RESIDENT].offset;
@@ -104,8 +102,8 @@ static tier_record make_record(const cflow_model *m, const segment *s) {
         .offset = bank + s->start, .bytes = padded, .crc = join_crcs(crc, zeros, padded - bytes)};
 }
 
-static void make_records(const cflow_model *m) {
-    ring *r = m->ring;
+static void make_records(ring *r) {
+    const model_weights *m = r->weights;
     const uint64_t bank_bytes = m->header.sections[CFLOW_SECTION_RESIDENT].bytes;
     for (uint32_t i = 0; i < r->n_segments; i++) {
         segment *s = &r->segments[i];
@@ -119,11 +117,12 @@ static void make_records(const cflow_model *m) {
     }
 }
 
-cflow_status ring_cut(cflow_model *m, cflow_error *err) {
+cflow_status ring_cut(ring **out, model_weights *m, cflow_error *err) {
     const cflow_header *h = &m->header;
     const size_t most = (size_t)h->n_blocks + h->n_tensors;
-    ring *r = m->ring = memory_zeroed(1, sizeof *r);
+    ring *r = *out = memory_zeroed(1, sizeof *r);
     if (r) {
+        r->weights = m;
         r->segments = memory_zeroed(most, sizeof *r->segments);
         r->records = memory_zeroed(h->n_blocks, sizeof *r->records);
         r->record_of = memory_zeroed(h->n_tensors, sizeof *r->record_of);
@@ -131,16 +130,16 @@ cflow_status ring_cut(cflow_model *m, cflow_error *err) {
     if (!r || !r->segments || !r->records || !r->record_of)
         return fail(err, CFLOW_ENOMEM, "no memory for the records of %u blocks", h->n_blocks);
     join_cuts(r, list_cuts(m, r->segments), h->sections[CFLOW_SECTION_RESIDENT].bytes);
-    const cflow_status status = assign_tensors(m, err);
+    const cflow_status status = assign_tensors(r, err);
     if (status) return status;
-    make_records(m);
+    make_records(r);
     if (r->n_records) return CFLOW_OK;
     return fail(err, CFLOW_EINVAL, "weights_memory: no block lies apart from the other tensors");
 }
 
 /* ---- the schedule ---- */
 
-static uint32_t pass_of(const cflow_model *m, uint32_t layer) {
+static uint32_t pass_of(const model_weights *m, uint32_t layer) {
     uint32_t n = 0;
     for (uint32_t i = 0; i < layer; i++) n += m->layers[i].block == m->layers[layer].block;
     return n;
@@ -155,20 +154,18 @@ static void add_use(ring *r, uint32_t record, uint32_t pass, const op *o) {
     r->uses[i].last = o->stage; /* ops come by stage */
 }
 
-static void add_matrix(const cflow_model *m, const op *o, const matrix *w) {
-    uint32_t t = 0;
-    while (tensor_matrix(m, &m->tensors[t]) != w) t++;
-    const uint32_t record = m->ring->record_of[t];
-    if (record != NO_RECORD) add_use(m->ring, record, pass_of(m, (uint32_t)o->layer), o);
+static void add_matrix(ring *r, const op *o, const matrix *w) {
+    const uint32_t record = r->record_of[tensor_of(r->weights, w)];
+    if (record != NO_RECORD) add_use(r, record, pass_of(r->weights, (uint32_t)o->layer), o);
 }
 
-static void list_uses(const cflow_model *m) {
-    for (uint32_t i = 0; i < m->plan->n_ops; i++) {
-        const op *o = &m->plan->ops[i];
-        for (uint32_t j = 0; j < o->n_pieces; j++) add_matrix(m, o, o->pieces[j].w);
+static void list_uses(ring *r, const plan *p) {
+    for (uint32_t i = 0; i < p->n_ops; i++) {
+        const op *o = &p->ops[i];
+        for (uint32_t j = 0; j < o->n_pieces; j++) add_matrix(r, o, o->pieces[j].w);
         if (o->kind != OP_GATED) continue;
-        add_matrix(m, o, o->gate);
-        add_matrix(m, o, o->up);
+        add_matrix(r, o, o->gate);
+        add_matrix(r, o, o->up);
     }
 }
 
@@ -196,13 +193,13 @@ static void drop_kept_uses(ring *r) {
     r->n_uses = n;
 }
 
-cflow_status ring_schedule(cflow_model *m, const cflow_model_options *options, cflow_error *err) {
-    ring *r = m->ring;
+cflow_status ring_schedule(ring *r, const plan *p, const cflow_model_options *options,
+                           cflow_error *err) {
     const ull budget = options->weights_memory, n = budget / r->slot_bytes;
-    r->uses = memory_zeroed((size_t)m->plan->n_ops * MAX_PIECES, sizeof *r->uses);
+    r->uses = memory_zeroed((size_t)p->n_ops * MAX_PIECES, sizeof *r->uses);
     if (!r->uses)
         return fail(err, CFLOW_ENOMEM, "no memory for the uses of %u records", r->n_records);
-    list_uses(m);
+    list_uses(r, p);
     r->n_passing = most_at_once(r) + (uint32_t)options->expert_threads;
     if (r->n_passing >= r->n_records) r->n_passing = r->n_records;
     if (n < r->n_passing)
@@ -221,25 +218,25 @@ cflow_status ring_schedule(cflow_model *m, const cflow_model_options *options, c
 
 /* Under the tier's lock, while nobody has the record: who pins it later sees where it lies. */
 static void place(void *arg, uint32_t record, const uint8_t *bytes) {
-    const cflow_model *m = arg;
-    const ring *r = m->ring;
+    const ring *r = arg;
+    model_weights *m = r->weights;
     uint64_t start = 0;
     for (uint32_t i = 0; i < r->n_segments; i++)
         if (r->segments[i].record == record) start = r->segments[i].start;
     for (uint32_t i = 0; i < m->header.n_tensors; i++)
         if (r->record_of[i] == record)
-            tensor_matrix(m, &m->tensors[i])->data = bytes + (m->tensors[i].offset - start);
+            tensor_entry(m, &m->tensors[i])->data = bytes + (m->tensors[i].offset - start);
 }
 
 /* `place` has said where its matrices are by then. */
-static tier_result pin(const ring *r, uint32_t record, const atomic_int *cancel) {
+tier_result ring_pin(const ring *r, uint32_t record, const atomic_int *cancel) {
     uint32_t which;
     const uint8_t *bytes;
     return tier_acquire(r->tier, &record, 1, cancel, &which, &bytes);
 }
 
 static cflow_status keep_record(const ring *r, uint32_t record, cflow_error *err) {
-    const tier_result result = pin(r, record, NULL);
+    const tier_result result = ring_pin(r, record, NULL);
     uint32_t i = 0;
     if (!result) return CFLOW_OK;
     while (r->segments[i].record != record) i++;
@@ -267,18 +264,18 @@ static cflow_status read_kept(const ring *r, cflow_progress *p, cflow_error *err
     return CFLOW_OK;
 }
 
-cflow_status ring_load(cflow_model *m, const file *f, const cflow_model_options *options,
-                       const tier_hooks *hooks, cflow_error *err) {
-    ring *r = m->ring;
+cflow_status ring_load(ring *r, const file *f, const tier_options *options,
+                       cflow_progress *progress, cflow_error *err) {
     file own;
     cflow_status s = file_share(&own, f, err);
     if (s) return s;
-    tier_options o = tier_options_of(options, r->n_slots * r->slot_bytes, hooks);
+    tier_options o = *options;
+    o.budget_bytes = r->n_slots * r->slot_bytes;
     o.placed = place;
-    o.placed_arg = m;
+    o.placed_arg = r;
     s = tier_open(&r->tier, &own, r->records, r->n_records, &o, err);
     file_close(&own);
-    return s ? s : read_kept(r, options->progress, err);
+    return s ? s : read_kept(r, progress, err);
 }
 
 void ring_close(ring *r) {
@@ -291,102 +288,12 @@ void ring_close(ring *r) {
     memory_free(r);
 }
 
-tier_result ring_pin(const cflow_model *m, uint32_t tensor) {
-    const uint32_t record = m->ring ? m->ring->record_of[tensor] : NO_RECORD;
-    return record == NO_RECORD ? TIER_OK : pin(m->ring, record, NULL);
+tier_result ring_pin_tensor(const ring *r, uint32_t tensor) {
+    const uint32_t record = r ? r->record_of[tensor] : NO_RECORD;
+    return record == NO_RECORD ? TIER_OK : ring_pin(r, record, NULL);
 }
 
-void ring_unpin(const cflow_model *m, uint32_t tensor) {
-    const uint32_t record = m->ring ? m->ring->record_of[tensor] : NO_RECORD;
-    if (record != NO_RECORD) tier_release(m->ring->tier, record);
-}
-
-/* ---- in the step ---- */
-
-static void demand(ring *r, layer_use *use) {
-    uint8_t missed;
-    tier_demand(r->tier, &use->record, 1, &missed);
-    use->is_missed = missed;
-}
-
-static void demand_next(ring *r) {
-    demand(r, &r->uses[r->next]);
-    r->next = (r->next + 1) % r->n_uses;
-}
-
-static void fail_rows(cflow_ctx *ctx, uint32_t layer, tier_result result) {
-    const step *s = &ctx->step;
-    for (uint32_t i = 0; i < s->n_rows; i++) {
-        ctx->logit_of_row[i] = -1;
-        if (s->row_status[i]) continue;
-        s->row_status[i] = record_status(result);
-        ctx->faults[i] = (row_fault){(int32_t)layer, NO_RECORD, result};
-    }
-    for (uint32_t i = 0; i < s->n_scores; i++) s->scores[i] = no_score();
-}
-
-static tier_result wait_for(cflow_ctx *ctx, uint32_t record) {
-    const uint64_t began = clock_ns();
-    const tier_result result = pin(ctx->model->ring, record, &ctx->cancelled);
-    ctx->usage[0].stall_ns += clock_ns() - began;
-    atomic_fetch_add(&ctx->stage_count, 1);
-    return result;
-}
-
-static void charge(cflow_ctx *ctx, const layer_use *use) {
-    if (!use->is_missed) return;
-    ctx->usage[0].layer_reads++;
-    ctx->usage[0].disk_bytes += ctx->model->ring->records[use->record].bytes;
-}
-
-static int pin_use(cflow_ctx *ctx, layer_use *use) {
-    ring *r = ctx->model->ring;
-    tier_result result = wait_for(ctx, use->record);
-    if (result && result != TIER_CANCELLED && use < r->uses + r->n_passing) {
-        /* It was read ahead, maybe long ago: the disk may be well again. */
-        demand(r, use);
-        result = wait_for(ctx, use->record);
-    }
-    charge(ctx, use);
-    use->is_pinned = result == TIER_OK;
-    if (result == TIER_CANCELLED)
-        ctx->step.cancelled = 1;
-    else if (result)
-        fail_rows(ctx, use->layer, result);
-    return use->is_pinned;
-}
-
-int ring_begin(cflow_ctx *ctx, uint32_t phase) {
-    ring *r = ctx->model->ring;
-    if (!r || !r->n_uses || phase % 2 || phase / 2 >= ctx->model->plan->n_stages) return 1;
-    if (!r->is_reading)
-        for (uint32_t i = 0; i < r->n_passing; i++) demand_next(r);
-    r->is_reading = 1;
-    for (uint32_t i = 0; i < r->n_uses; i++)
-        if (r->uses[i].first == phase / 2 && !pin_use(ctx, &r->uses[i])) return 0;
-    return 1;
-}
-
-void ring_end(cflow_ctx *ctx, uint32_t phase) {
-    ring *r = ctx->model->ring;
-    if (!r || phase % 2) return;
-    for (uint32_t i = 0; i < r->n_uses; i++) {
-        layer_use *use = &r->uses[i];
-        if (!use->is_pinned || use->last != phase / 2) continue;
-        use->is_pinned = 0;
-        tier_release(r->tier, use->record);
-        demand_next(r);
-    }
-}
-
-void ring_abandon(cflow_ctx *ctx) {
-    ring *r = ctx->model->ring;
-    if (!r) return;
-    for (uint32_t i = 0; i < r->n_uses; i++) {
-        if (r->uses[i].is_pinned) tier_release(r->tier, r->uses[i].record);
-        r->uses[i].is_pinned = 0;
-    }
-    tier_withdraw(r->tier);
-    r->next = 0;
-    r->is_reading = 0;
+void ring_unpin_tensor(const ring *r, uint32_t tensor) {
+    const uint32_t record = r ? r->record_of[tensor] : NO_RECORD;
+    if (record != NO_RECORD) tier_release(r->tier, record);
 }

@@ -16,7 +16,9 @@
 
 #include "file.h"
 #include "list.h"
-#include "model.h"
+#include "plan.h"
+#include "tier.h"
+#include "weights.h"
 
 typedef struct {         /* of the resident bank */
     uint64_t start, end; /* whole runs, but for the bank's end */
@@ -33,7 +35,8 @@ typedef struct { /* a record's use by the plan: in stages first to last it is pi
     int is_pinned;
 } layer_use;
 
-struct ring {
+typedef struct {
+    model_weights *weights; /* whose matrices it moves */
     segment *segments;
     uint32_t n_segments;
     tier_record *records;
@@ -46,19 +49,23 @@ struct ring {
     tier *tier;
     uint32_t next; /* use to be demanded next */
     int is_reading;
-};
+} ring;
 
-/* Cuts the bank, into m->ring. EINVAL where a tensor lies across a cut. */
-cflow_status ring_cut(cflow_model *m, cflow_error *err);
-/* Which records stay, and when the others are used; m->plan is there. EINVAL with the numbers where
- * the budget is below the ring. */
-cflow_status ring_schedule(cflow_model *m, const cflow_model_options *options, cflow_error *err);
-/* Reads what stays. EFORMAT, EIO, ECANCELLED. */
-cflow_status ring_load(cflow_model *m, const file *f, const cflow_model_options *options,
-                       const tier_hooks *hooks, cflow_error *err);
+/* Cuts the bank. EINVAL where a tensor lies across a cut; ENOMEM. *out is to be closed even then.
+ */
+cflow_status ring_cut(ring **out, model_weights *m, cflow_error *err);
+/* Which records stay, and when the others are used. EINVAL with the numbers where the budget is
+ * below the ring. */
+cflow_status ring_schedule(ring *r, const plan *p, const cflow_model_options *options,
+                           cflow_error *err);
+/* Reads what stays; options: how, but for the budget. EFORMAT, EIO, ECANCELLED. */
+cflow_status ring_load(ring *r, const file *f, const tier_options *options,
+                       cflow_progress *progress, cflow_error *err);
 void ring_close(ring *r);
-/* Pins a tensor's matrix where it is now; TIER_OK where it always is. */
-tier_result ring_pin(const cflow_model *m, uint32_t tensor);
-void ring_unpin(const cflow_model *m, uint32_t tensor);
+/* Waits for a record and pins it; tier_release unpins it. */
+tier_result ring_pin(const ring *r, uint32_t record, const atomic_int *cancel);
+/* Pins a tensor's matrix where it is now; TIER_OK where it always is, or r is NULL. */
+tier_result ring_pin_tensor(const ring *r, uint32_t tensor);
+void ring_unpin_tensor(const ring *r, uint32_t tensor);
 
 #endif

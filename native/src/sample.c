@@ -54,6 +54,10 @@ static int32_t count_above(const float *x, int32_t n, float bound) {
     return count;
 }
 
+cflow_score no_score(void) {
+    return (cflow_score){.token = -1, .rank = -1, .logprob = NAN};
+}
+
 void score_row(const kernels *k, const float *logits, int32_t n_vocab, int32_t target,
                int32_t n_top, cflow_score *out) {
     const float largest = k->max(logits, (uint32_t)n_vocab);

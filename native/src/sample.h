@@ -12,6 +12,9 @@ void philox(const uint32_t counter[4], uint64_t key, uint32_t out[4]);
 void score_row(const kernels *k, const float *logits, int32_t n_vocab, int32_t target,
                int32_t n_top, cflow_score *out);
 
+/* The score of a row that has none. */
+cflow_score no_score(void);
+
 /* Floats of scratch that sample_row needs. */
 size_t sample_scratch(int32_t n_vocab);
 

@@ -80,7 +80,7 @@ static int same_want(const want *a, const want *b) {
 }
 
 /* first_layer (n_blocks,): the first that uses each block. All that do must need the same of it. */
-static cflow_status find_users(const cflow_model *m, uint32_t *first_layer, cflow_error *err) {
+static cflow_status find_users(const model_weights *m, uint32_t *first_layer, cflow_error *err) {
     const cflow_header *h = &m->header;
     want first[CFLOW_N_ROLES], here[CFLOW_N_ROLES];
     for (uint32_t b = 0; b < h->n_blocks; b++) first_layer[b] = UINT32_MAX;
@@ -128,7 +128,7 @@ static cflow_status check_record(const cflow_record *r, uint32_t block, uint32_t
 }
 
 /* One record per expert, in order; together no more than the bank holds. */
-static cflow_status bind_records(cflow_model *m, const uint32_t *first_layer, cflow_error *err) {
+static cflow_status bind_records(model_weights *m, const uint32_t *first_layer, cflow_error *err) {
     const cflow_header *h = &m->header;
     const uint64_t bank_bytes = h->sections[CFLOW_SECTION_EXPERT_BANK].bytes;
     uint64_t wanted = 0, bytes = 0;
@@ -168,9 +168,18 @@ int tensor_is_expert(const cflow_tensor *t) {
     return t->role >= CFLOW_EXPERT_GATE;
 }
 
-matrix *tensor_matrix(const cflow_model *m, const cflow_tensor *t) {
-    return t->block == CFLOW_MODEL_LEVEL ? (matrix *)&m->global[t->role]
-                                         : &m->blocks[t->block][t->role];
+const matrix *tensor_matrix(const model_weights *m, const cflow_tensor *t) {
+    return t->block == CFLOW_MODEL_LEVEL ? &m->global[t->role] : &m->blocks[t->block][t->role];
+}
+
+matrix *tensor_entry(model_weights *m, const cflow_tensor *t) {
+    return t->block == CFLOW_MODEL_LEVEL ? &m->global[t->role] : &m->blocks[t->block][t->role];
+}
+
+uint32_t tensor_of(const model_weights *m, const matrix *w) {
+    uint32_t i = 0;
+    while (i < m->header.n_tensors && tensor_matrix(m, &m->tensors[i]) != w) i++;
+    return i;
 }
 
 static uint32_t n_stripes(const cflow_tensor *t) {
@@ -233,7 +242,7 @@ static cflow_status check_extent(const cflow_tensor *t, uint64_t limit, const ch
 }
 
 /* The smallest record of the block, or the resident bank. */
-static uint64_t extent_limit(const cflow_model *m, const cflow_tensor *t) {
+static uint64_t extent_limit(const model_weights *m, const cflow_tensor *t) {
     if (!tensor_is_expert(t)) return m->header.sections[CFLOW_SECTION_RESIDENT].bytes;
     uint64_t limit = UINT64_MAX;
     for (uint32_t i = m->first_record[t->block]; i < m->first_record[t->block + 1]; i++)
@@ -257,8 +266,8 @@ static matrix stored_matrix(const cflow_tensor *t) {
     };
 }
 
-static cflow_status bind_tensor(cflow_model *m, const cflow_tensor *t, const uint32_t *first_layer,
-                                cflow_error *err) {
+static cflow_status bind_tensor(model_weights *m, const cflow_tensor *t,
+                                const uint32_t *first_layer, cflow_error *err) {
     char name[64];
     tensor_name(name, t);
     want wants[CFLOW_N_ROLES];
@@ -277,7 +286,7 @@ static cflow_status bind_tensor(cflow_model *m, const cflow_tensor *t, const uin
         s = fail(err, CFLOW_EFORMAT, "tensor %s: reserved is %llu, not 0", name, (ull)t->reserved);
     if (!s && tensor_matrix(m, t)->n_cols)
         s = fail(err, CFLOW_EFORMAT, "tensor %s: it is there twice", name);
-    if (!s) *tensor_matrix(m, t) = stored_matrix(t);
+    if (!s) *tensor_entry(m, t) = stored_matrix(t);
     return s;
 }
 
@@ -293,7 +302,7 @@ static cflow_status check_present(const want wants[CFLOW_N_ROLES], const matrix 
     return CFLOW_OK;
 }
 
-static cflow_status bind(cflow_model *m, uint32_t *first_layer, cflow_error *err) {
+static cflow_status bind(model_weights *m, uint32_t *first_layer, cflow_error *err) {
     const cflow_header *h = &m->header;
     cflow_status s = find_users(m, first_layer, err);
     if (!s) s = bind_records(m, first_layer, err);
@@ -309,7 +318,7 @@ static cflow_status bind(cflow_model *m, uint32_t *first_layer, cflow_error *err
     return s;
 }
 
-cflow_status tensors_bind(cflow_model *m, cflow_error *err) {
+cflow_status tensors_bind(model_weights *m, cflow_error *err) {
     const cflow_header *h = &m->header;
     uint32_t *first_layer = memory_zeroed(h->n_blocks, sizeof *first_layer);
     m->blocks = memory_zeroed(h->n_blocks, sizeof *m->blocks);

@@ -105,6 +105,10 @@ void tier_interrupt(tier *t);
 
 /* "the file ends inside it" */
 const char *tier_result_text(tier_result result);
+/* The status of whoever needs a record that failed. */
+static inline cflow_status record_status(tier_result result) {
+    return result == TIER_CUT || result == TIER_ALTERED ? CFLOW_EFORMAT : CFLOW_EIO;
+}
 
 /* How often each record was demanded, (n_records,), warm start included. */
 void tier_uses(tier *t, uint64_t *uses);

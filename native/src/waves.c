@@ -1,11 +1,12 @@
 /* Experts as their records come: which of them are in the phase that is about to run. */
+#include "waves.h"
+
 #include "clock.h"
-#include "ctx.h"
 #include "tensors.h"
 
 /* The next op of one kind in a stage; after NULL the first, after the last NULL. */
 static const op *next_op(const cflow_ctx *ctx, uint32_t stage, op_kind kind, const op *after) {
-    const plan *p = ctx->model->plan;
+    const plan *p = ctx->plan;
     const op *o = after ? after + 1 : p->ops + p->first_op[stage];
     const op *end = p->ops + p->first_op[stage + 1];
     while (o < end && o->kind != kind) o++;
@@ -18,15 +19,15 @@ static void demand(cflow_ctx *ctx, groups *g, void *scratch) {
     uint32_t *records = scratch;
     uint8_t *missed = (uint8_t *)(records + g->n_active);
     for (uint32_t i = 0; i < g->n_active; i++) records[i] = g->experts[i].record;
-    tier_demand(ctx->model->tier, records, g->n_active, missed);
+    tier_demand(ctx->tier, records, g->n_active, missed);
     for (uint32_t i = 0; i < g->n_active; i++) g->experts[i].is_missed = missed[i];
     g->is_demanded = 1;
 }
 
 void waves_selected(cflow_ctx *ctx, const op *select, void *scratch) {
-    const plan *p = ctx->model->plan;
+    const plan *p = ctx->plan;
     const cflow_window window = ctx->model->window;
-    if (!ctx->model->tier || window == CFLOW_WINDOW_NONE) return;
+    if (!ctx->tier || window == CFLOW_WINDOW_NONE) return;
     if (window == CFLOW_WINDOW_DELAY) {
         demand(ctx, ctx_buffer(ctx, select->out[2])->groups, scratch);
         if (select->out[4] != NO_VALUE)
@@ -48,7 +49,7 @@ static void charge(cflow_ctx *ctx, const groups *g) {
         cflow_row_usage *usage = payer(ctx, g, e);
         if (e->is_missed) {
             usage->expert_misses++;
-            usage->disk_bytes += record_bytes(&ctx->model->records[e->record]);
+            usage->disk_bytes += record_bytes(&ctx->weights->records[e->record]);
         } else {
             usage->expert_hits++;
         }
@@ -64,15 +65,15 @@ static void take(cflow_ctx *ctx, const op *o, groups *g, uint32_t index, const u
     *next = came;
     uint64_t streamed = 0;
     for (cflow_role role = CFLOW_EXPERT_GATE; role <= CFLOW_EXPERT_DOWN; role++) {
-        const matrix *w = model_matrix(ctx->model, (uint32_t)o->layer, role);
+        const matrix *w = model_matrix(ctx->weights, (uint32_t)o->layer, role);
         streamed += w->n_stripes * w->stripe_bytes;
     }
     atomic_fetch_add(&ctx->read_bytes, streamed);
 }
 
 static const uint8_t *record_if_there(const cflow_ctx *ctx, uint32_t record) {
-    tier *t = ctx->model->tier;
-    return t ? tier_try_acquire(t, record) : ctx->model->expert_data[record];
+    tier *t = ctx->tier;
+    return t ? tier_try_acquire(t, record) : ctx->weights->expert_data[record];
 }
 
 static void take_all(cflow_ctx *ctx, uint32_t stage) {
@@ -87,7 +88,7 @@ static void take_all(cflow_ctx *ctx, uint32_t stage) {
 
 static void release(cflow_ctx *ctx, groups *g, uint32_t end) {
     for (; g->n_done < end; g->n_done++)
-        if (ctx->model->tier) tier_release(ctx->model->tier, g->experts[g->n_done].record);
+        if (ctx->tier) tier_release(ctx->tier, g->experts[g->n_done].record);
 }
 
 /* ---- faults ---- */
@@ -105,7 +106,7 @@ static void fail_row(cflow_ctx *ctx, uint32_t row, row_fault fault) {
 
 static void lose(cflow_ctx *ctx, const op *o, groups *g, uint32_t index, tier_result result) {
     const active_expert e = g->experts[index];
-    const uint32_t top_k = model_layer(ctx->model, (uint32_t)o->layer)->top_k;
+    const uint32_t top_k = model_layer(ctx->weights, (uint32_t)o->layer)->top_k;
     for (uint32_t i = e.first; i < e.first + e.n; i++) {
         const uint32_t row = (uint32_t)g->rows[i], rank = (uint32_t)g->slots[i] - row * top_k;
         g->weights[row * g->weights_ld + rank] = 0;
@@ -145,7 +146,7 @@ int waves_wait(cflow_ctx *ctx, uint32_t phase) {
     if (!n) return 0;
     const uint64_t began = clock_ns();
     const tier_result result =
-        tier_acquire(ctx->model->tier, ctx->wanted, n, &ctx->cancelled, &which, &bytes);
+        tier_acquire(ctx->tier, ctx->wanted, n, &ctx->cancelled, &which, &bytes);
     const uint64_t stall_ns = clock_ns() - began;
     atomic_fetch_add(&ctx->stage_count, 1);
     if (result == TIER_CANCELLED) return 1;
@@ -178,12 +179,12 @@ static uint32_t n_pinned(const cflow_ctx *ctx, uint32_t stage) {
 int waves_begin(cflow_ctx *ctx, uint32_t phase) {
     const uint32_t stage = phase / 2;
     const int is_between = phase % 2;
-    if (stage >= ctx->model->plan->n_stages) return 1;
+    if (stage >= ctx->plan->n_stages) return 1;
     if (is_between && !is_waiting(ctx, stage)) return 0;
     const op_kind before = is_between ? OP_EXPERT_GATED : OP_EXPERT_DOWN;
     for (const op *o = NULL; (o = next_op(ctx, stage, before, o));)
         op_groups(ctx, o)->n_gated = op_groups(ctx, o)->n_ready;
-    if (!is_between && ctx->model->tier)
+    if (!is_between && ctx->tier)
         for (const op *o = NULL; (o = next_op(ctx, stage, OP_EXPERT_GATED, o));) {
             if (!op_groups(ctx, o)->is_demanded) demand(ctx, op_groups(ctx, o), ctx->wanted);
             charge(ctx, op_groups(ctx, o));
@@ -199,7 +200,7 @@ int waves_begin(cflow_ctx *ctx, uint32_t phase) {
 uint32_t waves_end(cflow_ctx *ctx, uint32_t phase) {
     const uint32_t stage = phase / 2;
     const int is_between = phase % 2;
-    if (stage >= ctx->model->plan->n_stages) return phase + 1;
+    if (stage >= ctx->plan->n_stages) return phase + 1;
     const op_kind kind = is_between ? OP_EXPERT_GATED : OP_EXPERT_DOWN;
     for (const op *o = NULL; (o = next_op(ctx, stage, kind, o));)
         release(ctx, op_groups(ctx, o), op_groups(ctx, o)->n_gated);
@@ -207,10 +208,10 @@ uint32_t waves_end(cflow_ctx *ctx, uint32_t phase) {
 }
 
 void waves_abandon(cflow_ctx *ctx, uint32_t phase) {
-    if (!ctx->model->tier) return;
-    const uint32_t n_stages = ctx->model->plan->n_stages, end = phase / 2 + 1;
+    if (!ctx->tier) return;
+    const uint32_t n_stages = ctx->plan->n_stages, end = phase / 2 + 1;
     for (uint32_t stage = end < 2 ? 0 : end - 2; stage < end && stage < n_stages; stage++)
         for (const op *o = NULL; (o = next_op(ctx, stage, OP_EXPERT_GATED, o));)
             release(ctx, op_groups(ctx, o), op_groups(ctx, o)->n_ready);
-    tier_withdraw(ctx->model->tier);
+    tier_withdraw(ctx->tier);
 }

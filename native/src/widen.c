@@ -7,16 +7,13 @@
 #include "tensors.h"
 
 typedef struct {
-    const cflow_model *m;
+    const model_weights *m;
     const uint8_t *resident, *bank; /* as stored */
+    uint8_t *out;                   /* m->memory */
     float *rows;                    /* (threads, widest) */
     uint32_t widest;                /* columns of the widest matrix */
     int n_threads;
 } widener;
-
-static uint64_t matrix_bytes(const matrix *w) {
-    return w->n_stripes * w->stripe_bytes;
-}
 
 static void widen_shape(matrix *w) {
     if (!w->stripe_rows) return;
@@ -25,9 +22,8 @@ static void widen_shape(matrix *w) {
     w->stripe_bytes = w->stripe_stride = stripe_bytes(CFLOW_F32, w->stripe_rows, w->n_cols);
 }
 
-void widen_shapes(cflow_model *m) {
-    for (uint32_t i = 0; i < m->header.n_tensors; i++)
-        widen_shape(tensor_matrix(m, &m->tensors[i]));
+void widen_shapes(model_weights *m) {
+    for (uint32_t i = 0; i < m->header.n_tensors; i++) widen_shape(tensor_entry(m, &m->tensors[i]));
     for (uint32_t b = 0; b < m->header.n_blocks; b++) {
         matrix *gate = &m->blocks[b][CFLOW_EXPERT_GATE]; /* then up, then down */
         gate[0].record_offset = 0;
@@ -36,7 +32,7 @@ void widen_shapes(cflow_model *m) {
     }
 }
 
-static uint64_t widened_record_bytes(const cflow_model *m, uint32_t block) {
+static uint64_t widened_record_bytes(const model_weights *m, uint32_t block) {
     const matrix *down = &m->blocks[block][CFLOW_EXPERT_DOWN];
     return down->record_offset + matrix_bytes(down);
 }
@@ -55,10 +51,15 @@ static void widen_stripe(const cflow_tensor *t, const matrix *w, uint32_t s, con
     }
 }
 
+/* Where `data` of m->memory is written. */
+static uint8_t *place_of(const widener *v, const uint8_t *data) {
+    return v->out + (data - v->out);
+}
+
 /* Every n_threads-th stripe of everything resident, every n_threads-th record. */
 static void widen_share(void *arg, int thread) {
     const widener *v = arg;
-    const cflow_model *m = v->m;
+    const model_weights *m = v->m;
     float *row = v->rows + (size_t)thread * v->widest;
     const uint32_t first = (uint32_t)thread, step = (uint32_t)v->n_threads;
     for (uint32_t i = 0; i < m->header.n_tensors; i++) {
@@ -69,17 +70,17 @@ static void widen_share(void *arg, int thread) {
                  r += step)
                 for (uint32_t s = 0; s < w->n_stripes; s++)
                     widen_stripe(t, w, s, v->bank + m->records[r].offset,
-                                 (uint8_t *)m->expert_data[r] + w->record_offset, row);
+                                 place_of(v, m->expert_data[r]) + w->record_offset, row);
         } else if (w->stripe_rows) {
             for (uint32_t s = first; s < w->n_stripes; s += step)
-                widen_stripe(t, w, s, v->resident, (uint8_t *)w->data, row);
+                widen_stripe(t, w, s, v->resident, place_of(v, w->data), row);
         } else if (thread == 0) {
-            memcpy((uint8_t *)w->data, v->resident + t->offset, w->stripe_bytes);
+            memcpy(place_of(v, w->data), v->resident + t->offset, w->stripe_bytes);
         }
     }
 }
 
-static uint64_t widened_bytes(const cflow_model *m) {
+static uint64_t widened_bytes(const model_weights *m) {
     uint64_t bytes = 0;
     for (uint32_t i = 0; i < m->header.n_tensors; i++)
         if (!tensor_is_expert(&m->tensors[i]))
@@ -90,25 +91,25 @@ static uint64_t widened_bytes(const cflow_model *m) {
 }
 
 /* Room in the new arena for everything, in the order of the tables. */
-static void place_widened(cflow_model *m) {
+static void place_widened(model_weights *m) {
     for (uint32_t i = 0; i < m->header.n_tensors; i++) {
-        matrix *w = tensor_matrix(m, &m->tensors[i]);
-        if (!tensor_is_expert(&m->tensors[i])) w->data = arena_take(&m->weights, matrix_bytes(w));
+        matrix *w = tensor_entry(m, &m->tensors[i]);
+        if (!tensor_is_expert(&m->tensors[i])) w->data = arena_take(&m->memory, matrix_bytes(w));
     }
     for (uint32_t i = 0; i < m->header.n_records; i++)
-        m->expert_data[i] = arena_take(&m->weights, widened_record_bytes(m, m->records[i].block));
+        m->expert_data[i] = arena_take(&m->memory, widened_record_bytes(m, m->records[i].block));
     m->expert_bank = m->header.n_records ? m->expert_data[0] : NULL;
 }
 
-static uint32_t widest(const cflow_model *m) {
+static uint32_t widest(const model_weights *m) {
     uint32_t n = 0;
     for (uint32_t i = 0; i < m->header.n_tensors; i++)
         if (m->tensors[i].n_cols > n) n = m->tensors[i].n_cols;
     return n;
 }
 
-cflow_status widen_weights(cflow_model *m, pool *threads, cflow_error *err) {
-    arena stored = m->weights;
+cflow_status widen_weights(model_weights *m, pool *threads, cflow_error *err) {
+    arena stored = m->memory;
     widener v = {.m = m,
                  .resident = stored.base,
                  .bank = m->expert_bank,
@@ -116,12 +117,13 @@ cflow_status widen_weights(cflow_model *m, pool *threads, cflow_error *err) {
                  .n_threads = pool_threads(threads)};
     widen_shapes(m);
     arena rows = {0};
-    m->weights = (arena){0};
+    m->memory = (arena){0};
     cflow_status s = arena_open(&rows, (size_t)v.n_threads * v.widest * sizeof *v.rows,
                                 "rows in conversion", err);
-    if (!s) s = arena_open(&m->weights, widened_bytes(m), "the weights as f32", err);
+    if (!s) s = arena_open(&m->memory, widened_bytes(m), "the weights as f32", err);
     if (!s) {
         v.rows = arena_take(&rows, rows.bytes);
+        v.out = m->memory.base;
         place_widened(m);
         pool_run(threads, widen_share, &v);
     }

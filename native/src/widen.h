@@ -2,12 +2,12 @@
 #ifndef CFLOW_WIDEN_H
 #define CFLOW_WIDEN_H
 
-#include "model.h"
 #include "pool.h"
+#include "weights.h"
 
-/* Replaces m->weights, read as stored, by their f32 form; both exist while this runs. ENOMEM. */
-cflow_status widen_weights(cflow_model *m, pool *threads, cflow_error *err);
+/* Replaces m->memory, read as stored, by their f32 form; both exist while this runs. ENOMEM. */
+cflow_status widen_weights(model_weights *m, pool *threads, cflow_error *err);
 /* Describes every matrix in its f32 form, without weights. */
-void widen_shapes(cflow_model *m);
+void widen_shapes(model_weights *m);
 
 #endif

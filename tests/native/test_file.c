@@ -4,7 +4,7 @@
 #include <unistd.h>
 
 #include "expect.h"
-#include "model.h"
+#include "model_open.h"
 #include "temporary.h"
 #include "tiny_file.h"
 
@@ -88,8 +88,9 @@ static void thread_counts_give_equal_memory(void) {
     cflow_error err;
     CHECK(try_open(&one, (cflow_model_options){.n_threads = 1}, &err) == CFLOW_OK, "%s", err.text);
     CHECK(try_open(&five, (cflow_model_options){.n_threads = 5}, &err) == CFLOW_OK, "%s", err.text);
-    CHECK(one->weights.used == five->weights.used, "sizes differ");
-    CHECK(!memcmp(one->weights.base, five->weights.base, one->weights.used), "contents differ");
+    CHECK(one->weights.memory.used == five->weights.memory.used, "sizes differ");
+    CHECK(!memcmp(one->weights.memory.base, five->weights.memory.base, one->weights.memory.used),
+          "contents differ");
     cflow_model_close(one);
     cflow_model_close(five);
 }

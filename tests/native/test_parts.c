@@ -1,7 +1,7 @@
 /* Contexts of several parts of attention: the same bits whether a thread does a row or each of its
  * parts another, alone or among other rows; a plain softmax in double precision over the keys and
  * values as they lie there; what is not looked at holds NaN. */
-#include "ctx.h"
+#include "attention.h"
 #include "tiny_model.h"
 
 enum {
@@ -94,7 +94,7 @@ static void put(const cflow_ctx *ctx, uint8_t *head, uint32_t v, uint32_t positi
 
 /* The same for the same options. Layer 1 has a window, before which there is NaN. */
 static void fill_kv(const cflow_ctx *ctx) {
-    const uint32_t window = model_layer(ctx->model, 1)->window;
+    const uint32_t window = model_layer(ctx->weights, 1)->window;
     for (uint32_t i = 0; i < SEQUENCES * CONTEXT * 4u; i++) {
         const int32_t sequence = (int32_t)(i / (4 * CONTEXT));
         const uint32_t layer = i / (2 * CONTEXT) % 2, head = i / CONTEXT % 2, p = i % CONTEXT;
@@ -139,8 +139,7 @@ static cflow_ctx_options options_of(int n_threads, cflow_kv_type type) {
 }
 
 /* isa NULL: the best. */
-static cflow_ctx *open_ctx(const cflow_model *model, int n_threads, cflow_kv_type type,
-                           const char *isa) {
+static cflow_ctx *open_ctx(cflow_model *model, int n_threads, cflow_kv_type type, const char *isa) {
     cflow_ctx_options options = options_of(n_threads, type);
     options.isa = isa;
     cflow_ctx *ctx = NULL;
@@ -208,7 +207,7 @@ static void run(cflow_ctx *ctx, found *out, uint32_t parts[3]) {
 
 static void check_head(const cflow_ctx *ctx, int32_t sequence, uint32_t position, uint32_t layer,
                        uint32_t h, const found *got) {
-    const cflow_layer *l = model_layer(ctx->model, layer);
+    const cflow_layer *l = model_layer(ctx->weights, layer);
     const uint32_t end = position + 1, first = l->window && end > l->window ? end - l->window : 0;
     static double score[CONTEXT];
     double largest = -INFINITY, total = 0, o[TINY_HEAD_DIM] = {0}, spread[TINY_HEAD_DIM] = {0};
@@ -246,7 +245,7 @@ static void check_softmax(const cflow_ctx *ctx, int32_t sequence, uint32_t posit
 
 /* ---- */
 
-static void parts_do_not_show(const cflow_model *model, cflow_kv_type type) {
+static void parts_do_not_show(cflow_model *model, cflow_kv_type type) {
     static const int threads[] = {2, 2, 3, 16}; /* the first by the plain loops */
     static found want[N_FOUND], got[N_FOUND];
     uint32_t parts[3];
@@ -271,7 +270,7 @@ static void parts_do_not_show(const cflow_model *model, cflow_kv_type type) {
 }
 
 /* A value that is NaN in one part, in head 0, and an infinite key in another, in head 1. */
-static void what_is_no_number_spreads_alike(const cflow_model *model, cflow_kv_type type) {
+static void what_is_no_number_spreads_alike(cflow_model *model, cflow_kv_type type) {
     static found want[N_FOUND], got[N_FOUND];
     const uint32_t at = ATTEND_PART + 40, other = 2 * ATTEND_PART + 5;
     const float infinite = INFINITY;
@@ -290,9 +289,10 @@ static void what_is_no_number_spreads_alike(const cflow_model *model, cflow_kv_t
               "KV %d: o[%u] is %g", type, d, (double)want[CHUNK].attention[0][d]);
 }
 
-static void memory_is_bounded(const cflow_model *model) {
+static void memory_is_bounded(cflow_model *model) {
     cflow_ctx_options options = options_of(2, CFLOW_KV_F16);
-    CHECK(attend_cuts(model, &options) == 16, "%d parts", (int)attend_cuts(model, &options));
+    CHECK(attend_cuts(&model->weights, &options) == 16, "%d parts",
+          (int)attend_cuts(&model->weights, &options));
     cflow_ctx *ctx = open_ctx(model, 2, CFLOW_KV_F16, NULL);
     cflow_row rows[4] = {{0}};
     found out[4];
@@ -302,16 +302,17 @@ static void memory_is_bounded(const cflow_model *model) {
     const size_t thread_bytes = ctx->scratch_bytes;
     cflow_ctx_close(ctx);
     options.max_rows = 1;
-    CHECK(attend_cuts(model, &options) == 4, "one row");
+    CHECK(attend_cuts(&model->weights, &options) == 4, "one row");
     options.max_context = ATTEND_PART;
-    CHECK(attend_cuts(model, &options) == 0, "one part");
+    CHECK(attend_cuts(&model->weights, &options) == 0, "one part");
     options = options_of(1, CFLOW_KV_F16);
-    CHECK(attend_cuts(model, &options) == 0, "one thread");
+    CHECK(attend_cuts(&model->weights, &options) == 0, "one thread");
     uint64_t kv, one, two;
     cflow_ctx_memory(&kv, &one, model, &options, NULL);
     options.n_threads = 2;
     cflow_ctx_memory(&kv, &two, model, &options, NULL);
-    CHECK(two - one >= thread_bytes + 16 * attend_partial_bytes(model), "parts are not counted");
+    CHECK(two - one >= thread_bytes + 16 * attend_partial_bytes(&model->weights),
+          "parts are not counted");
 }
 
 int main(void) {

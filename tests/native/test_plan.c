@@ -31,8 +31,8 @@ static matrix vector(void) {
 }
 
 /* A model of the paper's shape; the caller has set the layers' sources and delays. */
-static cflow_model shape(uint32_t n_layers) {
-    cflow_model m = {.header_only = 1, .layers = layers, .records = records};
+static model_weights shape(uint32_t n_layers) {
+    model_weights m = {.header_only = 1, .layers = layers, .records = records};
     m.header.n_layers = m.header.n_blocks = n_layers;
     m.header.d_model = D;
     m.header.vocab_size = 50257;
@@ -80,20 +80,19 @@ static double mib(double bytes) {
     return bytes * 16 / 18 / (1 << 20);
 }
 
-static plan *planned(cflow_model *m) {
+static plan *planned(const model_weights *m, plan_options options) {
     plan *p = NULL;
     cflow_error err = {{0}};
-    if (plan_open(&p, m, &err) != CFLOW_OK) {
+    if (plan_open(&p, m, options, &err) != CFLOW_OK) {
         printf("FAIL plan_open: %s\n", err.text);
         exit(1);
     }
-    m->plan = p;
     return p;
 }
 
 static void check_path(const char *name, uint32_t n_layers, double path, double law) {
-    cflow_model m = shape(n_layers);
-    plan *p = planned(&m);
+    const model_weights m = shape(n_layers);
+    plan *p = planned(&m, (plan_options){0});
     const double got_path = mib((double)p->info.critical_path_bytes);
     const double got_law = mib(p->info.critical_path_closed_form_bytes);
     CHECK(got_path > path - 1e-9 && got_path < path + 1e-9, "%s: graph %.4f, want %.4f", name,
@@ -141,10 +140,9 @@ static void slots_do_not_overlap(void) {
                 char name[64];
                 snprintf(name, sizeof name, "dense %u anchor %u delay %u", dense, anchor, delay);
                 arrange(6, dense, anchor, delay);
-                cflow_model m = shape(6);
-                m.defer = delay % 2;
-                m.speculate = delay % 4 == 0;
-                plan *p = planned(&m);
+                const model_weights m = shape(6);
+                plan *p =
+                    planned(&m, (plan_options){.speculate = delay % 4 == 0, .defer = delay % 2});
                 lives_are_sound(p, name);
                 plan_close(p);
             }
@@ -159,8 +157,8 @@ static const op *find_op(const plan *p, const char *name) {
 
 static void experts_run_late_and_routers_early(void) {
     arrange(6, CFLOW_X_IN_PREVIOUS, CFLOW_X_IN, 2);
-    cflow_model m = shape(6);
-    plan *p = planned(&m);
+    const model_weights m = shape(6);
+    plan *p = planned(&m, (plan_options){0});
     const op *route = find_op(p, "L1.route"), *down = find_op(p, "L1.expert_down");
     const op *x_in1 = find_op(p, "L1.x_in"), *x_in4 = find_op(p, "L4.x_in");
     CHECK(route->stage == x_in1->stage + 1, "router in stage %u, its input in %u", route->stage,
@@ -181,9 +179,9 @@ static void experts_run_late_and_routers_early(void) {
 /* A stock layer: combine, qkv, kv, attend, o, combine, gate_up, down, one after the other. */
 static void stock_layers_take_eight_stages(void) {
     memset(layers, 0, sizeof layers);
-    cflow_model m = shape(3);
+    const model_weights m = shape(3);
     for (int i = 0; i < 3; i++) layers[i].n_experts = 0;
-    plan *p = planned(&m);
+    plan *p = planned(&m, (plan_options){0});
     CHECK(p->n_stages == 3 * 8 + 1, "%u stages", p->n_stages);
     CHECK(p->info.layer_bytes == 3ull * (4 * D * D + 3 * D * 2048) * 18 / 32, "layer bytes");
     lives_are_sound(p, "stock");
@@ -194,7 +192,7 @@ static void stock_layers_take_eight_stages(void) {
  * All parts that a layer can have; the sanitizers watch the plan's arrays. */
 static void the_fullest_layers_fit(void) {
     memset(layers, 0, sizeof layers);
-    cflow_model m = shape(6);
+    const model_weights m = shape(6);
     for (uint32_t i = 0; i < 6; i++) {
         layers[i].dense_source = i % 2 ? CFLOW_X_IN_PREVIOUS : CFLOW_X_IN;
         layers[i].expert_anchor = i % 2 ? CFLOW_POST_ATTENTION : CFLOW_X_IN;
@@ -207,13 +205,13 @@ static void the_fullest_layers_fit(void) {
         blocks[i][CFLOW_SHARED_DOWN] = weights(D, 128);
         blocks[i][CFLOW_SHARED_SCALE] = weights(1, D);
     }
-    plan *p = planned(&m);
+    plan *p = planned(&m, (plan_options){0});
     CHECK(find_op(p, "L0.x_in")->n_norms == 4, "%u norms", find_op(p, "L0.x_in")->n_norms);
     CHECK(find_op(p, "x_out")->n_terms == 1 + 2 * 6, "%u terms", find_op(p, "x_out")->n_terms);
     lives_are_sound(p, "full");
     plan_close(p);
-    m.defer = m.speculate = 1;
-    p = planned(&m);
+    const plan_options both = {.speculate = 1, .defer = 1};
+    p = planned(&m, both);
     CHECK(find_op(p, "x_out")->n_terms == 1 + 2 * 6 + 5, "%u terms", find_op(p, "x_out")->n_terms);
     lives_are_sound(p, "full, deferred");
     plan_close(p);
@@ -221,7 +219,7 @@ static void the_fullest_layers_fit(void) {
         layers[i].dense_source = layers[i].expert_anchor = CFLOW_POST_ATTENTION;
         layers[i].expert_delay = 0;
     }
-    p = planned(&m);
+    p = planned(&m, both);
     CHECK(find_op(p, "L1.guess")->stage == find_op(p, "L0.select")->stage, "guessed late");
     CHECK(find_op(p, "L0.late_down")->stage == find_op(p, "L1.expert_down")->stage,
           "deferred experts do not run with those of the next layer");

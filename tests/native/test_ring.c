@@ -21,7 +21,7 @@ static cflow_model *open_model(uint32_t slots, cflow_model_options options, disk
     return tiny_open_model(&f, options, d);
 }
 
-static cflow_ctx *open_ctx(const cflow_model *model, int n_threads) {
+static cflow_ctx *open_ctx(cflow_model *model, int n_threads) {
     return tiny_open_ctx(
         model, (cflow_ctx_options){.n_threads = n_threads, .max_context = 32, .n_kv_blocks = 1});
 }
@@ -48,7 +48,7 @@ static void run(cflow_ctx *ctx, answers *out) {
         CHECK(run_rows(ctx, N_ROWS + i, 1, &out->tokens[i]) == CFLOW_OK, "step");
 }
 
-static void same_bits(const cflow_model *model, int n_threads, const char *what) {
+static void same_bits(cflow_model *model, int n_threads, const char *what) {
     answers got;
     cflow_ctx *ctx = open_ctx(model, n_threads);
     run(ctx, &got);
@@ -144,10 +144,10 @@ static void memory_is_what_stays(void) {
     const uint64_t huge_page = 2 << 20;
     cflow_memory memory;
     cflow_model_memory(some, &memory);
-    CHECK(memory.resident_bytes <= some->weights.bytes + 3 * slot_bytes + huge_page, "%llu bytes",
-          (unsigned long long)memory.resident_bytes);
-    CHECK(some->weights.used + 8 * TINY_RUN < all->weights.used, "%zu of %zu bytes",
-          some->weights.used, all->weights.used);
+    CHECK(memory.resident_bytes <= some->weights.memory.bytes + 3 * slot_bytes + huge_page,
+          "%llu bytes", (unsigned long long)memory.resident_bytes);
+    CHECK(some->weights.memory.used + 8 * TINY_RUN < all->weights.memory.used, "%zu of %zu bytes",
+          some->weights.memory.used, all->weights.memory.used);
     cflow_model_close(all);
     cflow_model_close(some);
 }
@@ -286,11 +286,12 @@ static void matrices_can_be_looked_at(void) {
     cflow_model *model = open_model(N_LEAST, (cflow_model_options){0}, NULL);
     float in_memory[TINY_D_FF], on_disk[TINY_D_FF];
     cflow_error err = {{0}};
-    for (uint32_t t = 0; t < model->header.n_tensors; t++) {
-        if (model->tensors[t].role >= CFLOW_EXPERT_GATE) continue;
+    for (uint32_t t = 0; t < model->weights.header.n_tensors; t++) {
+        if (model->weights.tensors[t].role >= CFLOW_EXPERT_GATE) continue;
         CHECK(cflow_model_rows(memory, t, 0, 0, 1, in_memory, &err) == CFLOW_OK, "%s", err.text);
         CHECK(cflow_model_rows(model, t, 0, 0, 1, on_disk, &err) == CFLOW_OK, "%s", err.text);
-        CHECK(!memcmp(in_memory, on_disk, 4 * model->tensors[t].n_cols), "tensor %u differs", t);
+        CHECK(!memcmp(in_memory, on_disk, 4 * model->weights.tensors[t].n_cols),
+              "tensor %u differs", t);
     }
     same_bits(model, 1, "after a look");
     cflow_model_close(model);

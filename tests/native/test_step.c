@@ -6,7 +6,7 @@
 
 enum { N_ROWS = TINY_ROWS, N_STEPS = 40, N_SCORES = 5 };
 
-static cflow_ctx *open_ctx(const cflow_model *model, int n_threads) {
+static cflow_ctx *open_ctx(cflow_model *model, int n_threads) {
     return tiny_open_ctx(
         model, (cflow_ctx_options){.n_threads = n_threads, .max_context = 64, .n_kv_blocks = 4});
 }
@@ -39,7 +39,7 @@ static void run(cflow_ctx *ctx, float *logits, cflow_score *scores) {
     }
 }
 
-static void threads_do_not_show(const cflow_model *model) {
+static void threads_do_not_show(cflow_model *model) {
     static float want[N_STEPS * TINY_VOCAB], got[N_STEPS * TINY_VOCAB];
     static cflow_score want_scores[N_SCORES], got_scores[N_SCORES];
     cflow_ctx *one = open_ctx(model, 1);
@@ -69,7 +69,7 @@ static void *cancel_often(void *arg) {
 }
 
 /* A step ends whole or cancelled, and a cancelled one harms none that follow. */
-static void cancelled_steps_leave_no_trace(const cflow_model *model) {
+static void cancelled_steps_leave_no_trace(cflow_model *model) {
     static float want[N_STEPS * TINY_VOCAB], got[N_STEPS * TINY_VOCAB];
     static cflow_score scores[N_SCORES];
     cflow_ctx *ctx = open_ctx(model, 2);
@@ -128,15 +128,15 @@ static void more_than_can_be_counted_is_refused(const cflow_model *model) {
     refused(model, options, "n_kv_blocks is 2147483647");
     options.n_kv_blocks = 2;
     cflow_model wide = *model;
-    cflow_layer layers[2] = {model->layers[0], model->layers[1]};
+    cflow_layer layers[2] = {model->weights.layers[0], model->weights.layers[1]};
     layers[1].n_experts = 2048;
     layers[1].top_k = 1;
     matrix blocks[2][CFLOW_N_ROLES];
-    memcpy(blocks, model->blocks, sizeof blocks);
+    memcpy(blocks, model->weights.blocks, sizeof blocks);
     blocks[1][CFLOW_EXPERT_GATE].n_stripes = 1 << 13;
     blocks[1][CFLOW_EXPERT_GATE].stripe_rows = 32;
-    wide.layers = layers;
-    wide.blocks = blocks;
+    wide.weights.layers = layers;
+    wide.weights.blocks = blocks;
     refused(&wide, options, "16777218 pieces of work");
     uint64_t kv, rest;
     options.max_rows = 2047;

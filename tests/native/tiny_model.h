@@ -9,7 +9,7 @@
 #include <unistd.h>
 
 #include "expect.h"
-#include "model.h"
+#include "model_open.h"
 #include "temporary.h"
 #include "tiny_file.h"
 
@@ -100,7 +100,7 @@ static inline void tiny_refused(tiny *f, cflow_model_options options, const char
 enum { TINY_ROWS = 24 }; /* of a step, at most */
 
 /* Sequences 0, 1, .. own the KV blocks, as many each as the context takes. */
-static inline cflow_ctx *tiny_open_ctx(const cflow_model *model, cflow_ctx_options options) {
+static inline cflow_ctx *tiny_open_ctx(cflow_model *model, cflow_ctx_options options) {
     cflow_ctx *ctx = NULL;
     cflow_error err = {{0}};
     options.max_rows = options.max_sequences = TINY_ROWS;
