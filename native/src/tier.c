@@ -1,4 +1,8 @@
-/* One lock over everything but the bytes; I/O threads sleep on `work`, callers on `settled`. */
+/* One lock guards everything but the bytes in the slots. I/O threads sleep on `work`, callers on
+ * `settled`.
+ *
+ * Reads are pread calls on plain threads, not io_uring: one or two direct reads in flight saturate
+ * a disk, the checksum needs a thread anyway, and containers often forbid io_uring. */
 #include "tier.h"
 
 #include <errno.h>
@@ -20,56 +24,56 @@ enum { MAX_THREADS = 64, MAX_TIMEOUT_S = 1000000, MIN_BYTES_PER_S = 1000 };
 enum { FIRST_LATENCY_NS = 64000 };
 
 #define NO_SLOT UINT32_MAX
-#define CREDIT_S 1e-3 /* how far a bounded reader may catch up: a timer's lateness, not a burst */
+#define CREDIT_S 1e-3 /* a rate-limited read may begin this late and still catch up, not more */
 
 typedef enum { ABSENT, QUEUED, LOADING, RESIDENT, FAILED } state;
 
 typedef struct {
-    tier_record file;
+    tier_record range;
     state state;
-    tier_result fault; /* FAILED: until everybody it concerns has heard */
+    tier_result fault; /* FAILED: why */
     uint32_t slot;     /* LOADING, RESIDENT */
-    uint32_t pins;     /* acquired, not released */
+    uint32_t pins;     /* acquired, not yet released */
     uint32_t demands;  /* not yet acquired */
-    uint32_t waiters;
-    int speculative; /* asked for by speculation, not demanded so far */
-    int warming;     /* QUEUED, LOADING: by the warm start */
-    int overdue;     /* LOADING: counted as timed out */
-    double started;  /* LOADING */
-    uint64_t uses;
+    uint32_t waiters;  /* callers blocked on it */
+    int speculative;   /* speculated, and neither demanded nor awaited since */
+    int warming;       /* QUEUED, LOADING: read by the warm start */
+    int overdue;       /* LOADING: already counted as timed out */
+    double started;    /* LOADING: when, in seconds */
+    uint64_t uses;     /* demands so far */
 } entry;
 
 typedef struct { /* an I/O thread */
     tier *tier;
     pthread_t thread;
     uint32_t record; /* being read, or NO_RECORD */
-    int left;
+    int left;        /* its loop has ended */
 } reader;
 
 struct tier {
     pthread_mutex_t lock;
-    pthread_cond_t work;    /* something to read, or room for it, or the end */
-    pthread_cond_t settled; /* a read ended */
+    pthread_cond_t work;    /* a read was queued, a slot became free, or the tier closes */
+    pthread_cond_t settled; /* a read ended, or an I/O thread did */
     file file;
     tier_options options;
     uint32_t (*crc32c)(uint32_t crc, const void *data, size_t bytes);
     entry *entries; /* (n_records,) */
     uint32_t n_records;
-    list_link *links;          /* (n_records,) */
-    list demanded, speculated; /* QUEUED, in the order of asking */
+    list_link *links;          /* (n_records,) shared by the three lists */
+    list demanded, speculated; /* QUEUED, in the order of requests */
     list used;                 /* RESIDENT, the least recently used first */
     ghost ghost;
-    arena memory;
+    arena memory; /* (n_slots, slot_bytes) */
     size_t slot_bytes;
     uint32_t n_slots, n_free;
-    uint32_t *free_slots; /* (n_slots,) */
+    uint32_t *free_slots; /* (n_slots,) a stack, n_free deep */
     reader *readers;      /* (n_threads,) */
-    int n_started;
-    int n_readers; /* started and not left */
+    int n_started;        /* readers whose thread was created */
+    int n_readers;        /* of these, whose loop has not ended */
     int closing;
-    int abandoned;          /* tier_close went without the readers that are stuck */
-    double next_read_s;     /* not earlier, for max_bytes_per_s */
-    cflow_tier_stats stats; /* its counters */
+    int abandoned;          /* tier_close returned without the stuck readers */
+    double next_read_s;     /* max_bytes_per_s: no read begins before this time */
+    cflow_tier_stats stats; /* counters only; tier_get_stats adds the state */
 };
 
 /* ---- time ---- */
@@ -85,8 +89,8 @@ static void sleep_on(tier *t, pthread_cond_t *cond, double seconds) {
     pthread_cond_timedwait(cond, &t->lock, &until);
 }
 
-/* When a wait for the record is given up: its own read has been out for timeout_s; or it is queued
- * behind readers that all have. */
+/* When a wait for a record that is loading or queued times out: timeout_s after its own read began,
+ * or, while it is queued, once all readers have been stuck for that long. */
 static double deadline_s(const tier *t, const entry *e) {
     if (e->state == LOADING) return e->started + t->options.timeout_s;
     double latest = 0;
@@ -111,18 +115,18 @@ static void wake_readers(tier *t) {
 
 /* ---- slots ---- */
 
-static int is_idle(const entry *e) {
-    return !e->pins && !e->demands && !e->waiters;
+static int is_in_use(const entry *e) {
+    return e->pins || e->demands || e->waiters;
 }
 
-/* The policy, all of it: which record gives way, or NO_RECORD if none can. */
-static uint32_t choose_victim(const tier *t) {
+/* The least recently used record that is not in use, or NO_RECORD. */
+static uint32_t choose_unused(const tier *t) {
     uint32_t r = t->used.first;
-    while (r != NO_RECORD && !is_idle(&t->entries[r])) r = t->links[r].after;
+    while (r != NO_RECORD && is_in_use(&t->entries[r])) r = t->links[r].after;
     return r;
 }
 
-/* What is demanded for later gives way to what somebody waits for now: the latest of it. */
+/* The most recently used record that is demanded, but neither pinned nor awaited, or NO_RECORD. */
 static uint32_t choose_demanded(const tier *t) {
     uint32_t r = t->used.last;
     while (r != NO_RECORD && (t->entries[r].pins || t->entries[r].waiters)) r = t->links[r].before;
@@ -134,12 +138,14 @@ static void enqueue(tier *t, list *l, uint32_t record) {
     list_append(l, t->links, record);
 }
 
+/* outcome: the counter of what became of the speculation. */
 static void end_speculation(entry *e, uint64_t *outcome) {
     if (!e->speculative) return;
     e->speculative = 0;
     ++*outcome;
 }
 
+/* Returns the slot that becomes free. A record that is demanded is queued again. */
 static uint32_t evict(tier *t, uint32_t record) {
     entry *e = &t->entries[record];
     list_take_out(t->links, record);
@@ -153,10 +159,11 @@ static uint32_t evict(tier *t, uint32_t record) {
     return e->slot;
 }
 
-static uint32_t find_slot(tier *t, const entry *asker) {
+/* A slot for the bytes of e, or NO_SLOT. */
+static uint32_t find_slot(tier *t, const entry *e) {
     if (t->n_free) return t->free_slots[--t->n_free];
-    uint32_t victim = choose_victim(t);
-    if (victim == NO_RECORD && asker->waiters) victim = choose_demanded(t);
+    uint32_t victim = choose_unused(t);
+    if (victim == NO_RECORD && e->waiters) victim = choose_demanded(t);
     return victim == NO_RECORD ? NO_SLOT : evict(t, victim);
 }
 
@@ -175,7 +182,7 @@ static int is_direct(const tier *t) {
     return !t->options.cached && file_is_direct(&t->file);
 }
 
-/* A read that stopped in the middle goes on; from an odd place only a buffered one can. */
+/* A short read is continued, through the page cache if it ended off a page border. */
 static tier_result read_record(tier *t, const tier_record *r, uint8_t *out) {
     for (uint64_t done = 0; done < r->bytes;) {
         const int direct = is_direct(t) && done % FILE_PAGE == 0;
@@ -200,7 +207,8 @@ static uint32_t next_read(const tier *t) {
     return t->demanded.n ? t->demanded.first : t->speculated.first;
 }
 
-/* Finds the reader something to do; 0 after having slept, as all may be different now. */
+/* Begins the most urgent read, as self->record. Returns 0 if there was none to begin: the reader
+ * has slept, and the caller tries again. */
 static int begin_read(tier *t, reader *self) {
     const double rate = t->options.max_bytes_per_s, now = now_s(t);
     const uint32_t r = next_read(t);
@@ -221,7 +229,7 @@ static int begin_read(tier *t, reader *self) {
     self->record = r;
     t->stats.speculated += e->speculative != 0;
     if (rate > 0)
-        t->next_read_s = fmax(t->next_read_s, now - CREDIT_S) + (double)e->file.bytes / rate;
+        t->next_read_s = fmax(t->next_read_s, now - CREDIT_S) + (double)e->range.bytes / rate;
     return 1;
 }
 
@@ -243,14 +251,14 @@ static void count_read(tier *t, const entry *e, tier_result result) {
     if (result) count_failure(t, result);
     if (result && result != TIER_ALTERED) return;
     if (e->warming) {
-        t->stats.warm_bytes += e->file.bytes;
+        t->stats.warm_bytes += e->range.bytes;
         return;
     }
     t->stats.reads++;
-    t->stats.disk_bytes += e->file.bytes;
+    t->stats.disk_bytes += e->range.bytes;
 }
 
-/* When nobody has a use for it any more, a failure is forgotten and a demand not read. */
+/* Once no caller wants the record any more: forgets its failure, or its queued read. */
 static void settle(tier *t, uint32_t record) {
     entry *e = &t->entries[record];
     if (e->demands || e->waiters) return;
@@ -307,7 +315,7 @@ static void *run_reader(void *arg) {
         const entry *e = &t->entries[self->record];
         uint8_t *out = slot_data(t, e->slot);
         pthread_mutex_unlock(&t->lock);
-        const tier_result result = read_record(t, &e->file, out);
+        const tier_result result = read_record(t, &e->range, out);
         pthread_mutex_lock(&t->lock);
         end_read(t, self, result);
     }
@@ -320,7 +328,7 @@ static void *run_reader(void *arg) {
     return NULL;
 }
 
-/* ---- asking ---- */
+/* ---- demands and speculation ---- */
 
 static void end_demand(tier *t, uint32_t record) {
     entry *e = &t->entries[record];
@@ -328,7 +336,7 @@ static void end_demand(tier *t, uint32_t record) {
     settle(t, record);
 }
 
-/* Somebody needs it: speculation has come true, early enough or not. 1 if there was any. */
+/* A caller needs the record: if it was speculated, counts that as useful or late. 1 if it was. */
 static int claim_speculation(tier *t, uint32_t record) {
     entry *e = &t->entries[record];
     if (!e->speculative) return 0;
@@ -346,7 +354,7 @@ static void count_ghosts(tier *t, uint32_t record) {
     t->stats.ghost_hits_4x += held_by != 0;
 }
 
-/* 1 if its bytes come from the disk because of this. */
+/* Returns 1 for a miss. */
 static int demand(tier *t, uint32_t record) {
     entry *e = &t->entries[record];
     const int is_absent = e->state == ABSENT || e->state == FAILED;
@@ -438,10 +446,11 @@ static void time_out(tier *t, entry *e) {
     e->overdue = e->state == LOADING;
 }
 
-/* One look at the records: 1 if one is there or failed, with *result; else when to look again. */
-static int look(tier *t, const uint32_t *records, uint32_t n, double now, uint32_t *which,
-                const uint8_t **bytes, tier_result *result, double *again) {
-    *again = now + t->options.timeout_s; /* a deadline may begin while we sleep */
+/* Finds a record that is resident (pins it), failed or timed out. Returns 1 with *which, *bytes and
+ * *result; else 0, with *again: when the next record may time out. */
+static int find_settled(tier *t, const uint32_t *records, uint32_t n, double now, uint32_t *which,
+                        const uint8_t **bytes, tier_result *result, double *again) {
+    *again = now + t->options.timeout_s; /* a read that begins meanwhile times out later */
     for (uint32_t i = 0; i < n; i++) {
         entry *e = &t->entries[records[i]];
         *which = i;
@@ -465,6 +474,7 @@ static int look(tier *t, const uint32_t *records, uint32_t n, double now, uint32
     return 0;
 }
 
+/* *slept: seconds spent asleep. */
 static tier_result wait_for_any(tier *t, const uint32_t *records, uint32_t n,
                                 const atomic_int *cancel, uint32_t *which, const uint8_t **bytes,
                                 double *slept) {
@@ -473,7 +483,7 @@ static tier_result wait_for_any(tier *t, const uint32_t *records, uint32_t n,
     const double began = now_s(t);
     for (double now = began;; now = now_s(t)) {
         *slept = now - began;
-        if (look(t, records, n, now, which, bytes, &result, &again)) return result;
+        if (find_settled(t, records, n, now, which, bytes, &result, &again)) return result;
         if (cancel && atomic_load(cancel)) return TIER_CANCELLED;
         sleep_on(t, &t->settled, again - now);
     }
@@ -543,8 +553,8 @@ static int by_key(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
-/* The most used records, as many as there are slots, in the file's order; larger caches would have
- * begun with more. */
+/* chosen: the most used records, as many as there are slots, in the file's order. Returns how many.
+ * The ghosts of larger caches are warmed with as many as those would hold. */
 static uint32_t choose_warm(tier *t, const uint64_t *uses, ranked *chosen) {
     uint32_t n = 0;
     for (uint32_t r = 0; r < t->n_records; r++)
@@ -552,17 +562,18 @@ static uint32_t choose_warm(tier *t, const uint64_t *uses, ranked *chosen) {
     qsort(chosen, n, sizeof *chosen, by_key);
     for (uint32_t i = n; i-- > 0;) ghost_use(&t->ghost, chosen[i].record);
     if (n > t->n_slots) n = t->n_slots;
-    for (uint32_t i = 0; i < n; i++) chosen[i].key = t->entries[chosen[i].record].file.offset;
+    for (uint32_t i = 0; i < n; i++) chosen[i].key = t->entries[chosen[i].record].range.offset;
     qsort(chosen, n, sizeof *chosen, by_key);
     return n;
 }
 
-static uint64_t ask_warm(tier *t, const ranked *chosen, uint32_t n) {
+/* Demands the chosen records. Returns their bytes. */
+static uint64_t demand_warm(tier *t, const ranked *chosen, uint32_t n) {
     uint64_t bytes = 0;
     for (uint32_t i = 0; i < n; i++) {
         entry *e = &t->entries[chosen[i].record];
         e->demands++;
-        bytes += e->file.bytes;
+        bytes += e->range.bytes;
         if (e->state != ABSENT) continue;
         e->warming = 1;
         enqueue(t, &t->demanded, chosen[i].record);
@@ -577,11 +588,11 @@ static cflow_status warm(tier *t, const ranked *chosen, uint32_t n, cflow_progre
     uint32_t i = 0, which;
     const uint8_t *bytes;
     double slept;
-    __atomic_store_n(&p->total_bytes, ask_warm(t, chosen, n), __ATOMIC_RELAXED);
+    __atomic_store_n(&p->total_bytes, demand_warm(t, chosen, n), __ATOMIC_RELAXED);
     for (; i < n && !__atomic_load_n(&p->cancel, __ATOMIC_RELAXED); i++) {
         const uint32_t r = chosen[i].record;
         if (acquire(t, &r, 1, NULL, &which, &bytes, &slept) == TIER_OK) unpin(t, r);
-        __atomic_fetch_add(&p->done_bytes, t->entries[r].file.bytes, __ATOMIC_RELAXED);
+        __atomic_fetch_add(&p->done_bytes, t->entries[r].range.bytes, __ATOMIC_RELAXED);
     }
     if (i == n) return CFLOW_OK;
     for (; i < n; i++) end_demand(t, chosen[i].record);
@@ -599,7 +610,7 @@ cflow_status tier_warm(tier *t, const uint64_t *uses, cflow_progress *progress, 
     return status;
 }
 
-/* ---- accounts ---- */
+/* ---- statistics ---- */
 
 void tier_uses(tier *t, uint64_t *uses) {
     pthread_mutex_lock(&t->lock);
@@ -634,18 +645,19 @@ void tier_add_memory(const tier *t, cflow_memory *memory) {
     memory->huge_bytes += arena_huge_bytes(&t->memory);
 }
 
-/* ---- life ---- */
+/* ---- opening and closing ---- */
 
 static cflow_status check_options(const tier_options *o, cflow_error *err) {
     if (o->n_threads < 1 || o->n_threads > MAX_THREADS)
-        return fail(err, CFLOW_EINVAL, "%d I/O threads; an expert cache has 1 to %d", o->n_threads,
+        return fail(err, CFLOW_EINVAL, "%d I/O threads; there must be 1 to %d", o->n_threads,
                     MAX_THREADS);
     if (!(o->timeout_s > 0 && o->timeout_s <= MAX_TIMEOUT_S))
         return fail(err, CFLOW_EINVAL,
-                    "a read times out after %g s; it must be above 0, at most %d", o->timeout_s,
-                    MAX_TIMEOUT_S);
+                    "a read times out after %g s; the timeout must be above 0 and at most %d s",
+                    o->timeout_s, MAX_TIMEOUT_S);
     if (!(o->max_bytes_per_s == 0 || o->max_bytes_per_s >= MIN_BYTES_PER_S))
-        return fail(err, CFLOW_EINVAL, "a bound of %g bytes a second; 0 for none, or at least %d",
+        return fail(err, CFLOW_EINVAL,
+                    "a limit of %g bytes a second; it must be 0 for none, or at least %d",
                     o->max_bytes_per_s, MIN_BYTES_PER_S);
     return CFLOW_OK;
 }
@@ -665,7 +677,7 @@ static cflow_status set_records(tier *t, const tier_record *records, uint32_t n_
                         "record %u: %llu bytes at %llu; both must be multiples of %d, below 2^63",
                         r, (unsigned long long)in->bytes, (unsigned long long)in->offset,
                         FILE_PAGE);
-        t->entries[r].file = *in;
+        t->entries[r].range = *in;
         if (t->slot_bytes < in->bytes) t->slot_bytes = in->bytes;
     }
     return CFLOW_OK;
@@ -686,10 +698,10 @@ static cflow_status take_slots(tier *t, cflow_error *err) {
     if (!t->free_slots || !ghost_open(&t->ghost, t->n_records, t->n_slots))
         return fail(err, CFLOW_ENOMEM, "no memory for %u slots", t->n_slots);
     for (uint32_t i = 0; i < t->n_slots; i++) t->free_slots[i] = t->n_slots - 1 - i;
-    return arena_open(&t->memory, t->n_slots * t->slot_bytes, "records that stay", err);
+    return arena_open(&t->memory, t->n_slots * t->slot_bytes, "the slots of a cache", err);
 }
 
-/* Signals belong to the threads of the caller. */
+/* I/O threads block all signals: these are for the caller's threads. */
 static cflow_status start_readers(tier *t, cflow_error *err) {
     const int n = t->options.n_threads;
     t->readers = memory_zeroed((size_t)n, sizeof *t->readers);
@@ -728,7 +740,7 @@ cflow_status tier_open(tier **out, file *f, const tier_record *records, uint32_t
     *out = NULL;
     cflow_status status = check_options(options, err);
     if (status) return status;
-    if (!n_records) return fail(err, CFLOW_EINVAL, "an expert cache of no records");
+    if (!n_records) return fail(err, CFLOW_EINVAL, "an expert cache without records");
     tier *t = memory_zeroed(1, sizeof *t);
     if (!t) return fail(err, CFLOW_ENOMEM, "no memory for an expert cache");
     const file closed = {.fd = -1, .direct_fd = -1};
@@ -746,13 +758,13 @@ cflow_status tier_open(tier **out, file *f, const tier_record *records, uint32_t
         tier_close(t);
         return status;
     }
-    t->file = *f; /* readers look at it after the first demand */
+    t->file = *f; /* no reader uses it before the first demand */
     *f = closed;
     *out = t;
     return CFLOW_OK;
 }
 
-/* 1 once every reader has left or is stuck; else when to look again. */
+/* 1 if every reader has left or is stuck. *again: when that may change without a wake-up. */
 static int readers_are_out(const tier *t, double now, double *again) {
     *again = now + t->options.timeout_s;
     int out = 1;

@@ -1,31 +1,45 @@
-/* The expert tier: a byte-budgeted cache in RAM of records of one file, read as they are needed.
+/* A tier: a cache in RAM of records that stay on disk, with threads of its own that read them.
  *
- *     tier_demand(t, records, n, missed);                           the router has spoken
- *     ...                                                           compute hides the reads
- *     tier_acquire(t, records, n, &cancel, &which, &bytes);         any of them, waits, pins
- *     tier_release(t, records[which]);
+ * A record is a range of bytes in one file, with a checksum: an expert, or the matrices of a layer.
+ * Records are named by their index in the table given to tier_open. The tier has a fixed number of
+ * slots; a slot is as large as the largest record and holds one record.
  *
- * A record is absent, queued, loading or resident. It lies in one slot, all of one size, and stays
- * while it is pinned, waited for, or demanded and not yet acquired; the least recently used of the
- * others gives way. Where there is none, what is only demanded gives way to what is waited for, and
- * is read again. Acquiring any of a list lets a stage that needs more records than there are
- * slots run in waves: acquire, compute, release, acquire. A queued record waits until a slot can be
- * had; who holds pins on every slot and waits for another record waits for himself.
+ *     tier_demand(t, records, n, missed);                      reads begin
+ *     ...                                                      compute while the disk works
+ *     tier_acquire(t, records, n, &cancel, &which, &bytes);    block until one is there, pin it
+ *     ...                                                      compute with its bytes
+ *     tier_release(t, records[which]);                         unpin it
  *
- * Reads go past the page cache, one pread a record on one of n_threads I/O threads, so that many
- * are in flight at most. Threads, not io_uring: the best depth of direct reads of a record is 1 or
- * 2, the checksum wants a thread anyway, and containers often forbid the ring. First come the
- * records somebody waits for, then demanded ones, then speculation, each in the order of asking.
- * The CRC-32C of every record read is checked before anybody sees its bytes.
+ * tier_acquire gives whichever of n records is there first, so a caller that needs more records
+ * than there are slots works in waves: acquire, compute, release, acquire the next.
  *
- * A fault fails the read for those who demanded or wait for it; a later demand reads again. A read
- * that the kernel holds for longer than timeout_s fails for its waiters, at once for later ones,
- * and keeps its slot and its thread until the kernel gives them back; then its bytes, if right,
- * serve as any. tier_close waits timeout_s at most for such a read and then leaves thread, memory
- * and descriptors to it: the last I/O thread to come back frees them. Each thread can lose one slot
- * that way, hence the smallest budget: a slot per thread and one more.
+ * States of a record:
+ *     absent      it has no slot
+ *     queued      it was asked for and waits for an I/O thread and a slot
+ *     loading     an I/O thread reads it into its slot
+ *     resident    its slot holds its bytes, and their checksum is right
+ *     failed      its read failed, and a caller that asked for it has not been told yet
  *
- * Every call but open and close may come from any thread. */
+ * Order of reads: first the records that a caller is blocked on, then the other demanded ones, then
+ * speculated ones; within each class, in the order in which they were asked for.
+ *
+ * Eviction: a read takes a free slot, or that of the least recently used record that is not in use.
+ * A record is in use while it is pinned, while a caller is blocked on it, and from its demand until
+ * it is acquired. If every record is in use, a read that a caller is blocked on evicts the most
+ * recently used record that is only demanded, and that one is queued again. Any other read stays
+ * queued.
+ *
+ * Threads: every function but tier_open and tier_close may be called from any thread.
+ *
+ * Deadlock: a caller that pins every slot and then blocks on another record waits forever. So do
+ * several callers that together pin every slot. Callers must release their pins before they block,
+ * or together leave n_threads slots unpinned.
+ *
+ * Failures: a read that fails is reported to the callers that demanded the record or are blocked on
+ * it. The next demand reads it again. A read that takes longer than timeout_s is reported as
+ * TIER_TIMED_OUT, to later callers at once. It keeps its I/O thread and its slot until the kernel
+ * returns it; if its bytes are right, the record is resident from then on. Each I/O thread may lose
+ * one slot in this way, so the smallest budget is n_threads + 1 slots (or one for every record). */
 #ifndef CFLOW_TIER_H
 #define CFLOW_TIER_H
 
@@ -36,89 +50,102 @@
 
 typedef struct tier tier;
 
-typedef struct {     /* multiples of FILE_PAGE: padding is read and checked too */
-    uint64_t offset; /* in the file */
-    uint64_t bytes;
-    uint32_t crc;
+typedef struct {     /* all of it is read and checked, padding included */
+    uint64_t offset; /* in the file, a multiple of FILE_PAGE */
+    uint64_t bytes;  /* a multiple of FILE_PAGE, above 0 */
+    uint32_t crc;    /* CRC-32C of the bytes */
 } tier_record;
 
 typedef enum {
     TIER_OK = 0,
-    TIER_EIO = 1,       /* the system failed the read */
+    TIER_EIO = 1,       /* the operating system failed the read */
     TIER_CUT = 2,       /* the file ends inside the record */
     TIER_ALTERED = 3,   /* the checksum is wrong */
-    TIER_TIMED_OUT = 4, /* no answer from the disk in timeout_s */
-    TIER_CANCELLED = 5  /* the caller's flag was set; no fault of the record */
+    TIER_TIMED_OUT = 4, /* the disk did not answer within timeout_s */
+    TIER_CANCELLED = 5  /* the caller's cancel flag was set; says nothing about the record */
 } tier_result;
 
-typedef struct { /* what tests replace; NULL: pread, CLOCK_MONOTONIC in seconds */
-    void *arg;   /* lives until the last read has returned, which may be after tier_close */
+/* Replacements for tests. NULL: pread, and the monotonic clock. */
+typedef struct {
+    void *arg; /* must outlive the last read, which may return after tier_close */
+    /* Like pread. Called without the tier's lock. */
     ssize_t (*read)(void *arg, int fd, void *out, size_t n, off_t offset);
+    /* Seconds. Called under the tier's lock, so it must not call the tier. */
     double (*now)(void *arg);
 } tier_hooks;
 
 typedef struct {
-    uint64_t budget_bytes;  /* as many slots as it holds whole */
-    double timeout_s;       /* above 0 */
-    double max_bytes_per_s; /* bound on reads begun, a record and a millisecond ahead; 0: none */
-    int32_t n_threads;      /* reads in flight at most */
-    int32_t cached;         /* 1: reads go through the page cache */
-    /* NULL, or told where a record lies once it has been read, before anybody gets its bytes; under
-     * the tier's lock, and no more once tier_close has begun. */
+    uint64_t budget_bytes;  /* RAM for slots; the tier has as many as fit whole */
+    double timeout_s;       /* above 0: a read that takes longer has failed */
+    double max_bytes_per_s; /* limit on the rate of reads; 0: none */
+    int32_t n_threads;      /* I/O threads, each with one read in flight */
+    int32_t cached;         /* 1: read through the page cache; 0: bypass it where possible */
+    /* Told where a record's bytes lie, before any caller gets them; NULL: nobody is told. Called by
+     * an I/O thread under the tier's lock, so it must not call the tier. Not called any more once
+     * tier_close has begun. */
     void (*placed)(void *arg, uint32_t record, const uint8_t *bytes);
     void *placed_arg;
     tier_hooks hooks;
 } tier_options;
 
-/* Takes over *f (left closed) once all is well. Errors: EINVAL with the numbers where the budget is
- * below the smallest or an argument out of range, ENOMEM. */
+/* Opens a tier over the file *f and starts its I/O threads. On success it takes over *f, which the
+ * caller then finds closed; on failure *f stays the caller's. `records` (n_records,) is copied.
+ * Errors: EINVAL with the numbers for a budget below the smallest or an argument out of range;
+ * ENOMEM. */
 cflow_status tier_open(tier **out, file *f, const tier_record *records, uint32_t n_records,
                        const tier_options *options, cflow_error *err);
-/* Nobody waits or holds pins any more. */
+/* Ends the I/O threads and frees everything. The caller has released all pins, and no other call is
+ * running. Blocks for at most timeout_s: a read that the kernel still holds then keeps the memory
+ * and the file descriptors, and its thread frees them when it returns. */
 void tier_close(tier *t);
-/* How many records fit. */
+
+/* Number of slots. */
 uint32_t tier_slots(const tier *t);
-/* Adds what the slots take, and of it what huge pages back, read back now; reads /proc, so not for
- * every step. */
+/* Adds the bytes of the slots to *memory, and how many of them huge pages back. Reads /proc, so it
+ * is too slow for every step. */
 void tier_add_memory(const tier *t, cflow_memory *memory);
 
-/* Says that each of n different records will be acquired, and counts it as used, hit or missed.
- * missed (n,) or NULL: 1 where its bytes come from the disk because of this demand. */
+/* Announces that each of n different records will be acquired once; their reads begin. Counts each
+ * as used, and as a hit or a miss. missed: (n,) or NULL; 1 where this demand causes a read. */
 void tier_demand(tier *t, const uint32_t *records, uint32_t n, uint8_t *missed);
-/* Reads them if nothing more urgent is to be read. Earlier speculation not begun yet is dropped. */
+/* Has n records read that may be demanded soon, whenever nothing more urgent is queued. Replaces
+ * earlier speculation whose reads have not begun. */
 void tier_speculate(tier *t, const uint32_t *records, uint32_t n);
-/* Ends all demands not acquired: what nobody waits for is no longer read. For the end of a step
- * that failed or was cancelled. */
+/* Ends all demands that were not acquired, of all callers: their queued reads are dropped unless a
+ * caller is blocked on them. For the end of a step that failed or was cancelled. */
 void tier_withdraw(tier *t);
 
-/* Waits until one of n >= 1 records is resident, pins it and gives its bytes; or until one failed,
- * or *cancel is not 0 (cancel may be NULL). *which: the index of the one that came or failed. What
- * was never demanded is read as well. */
+/* Blocks until one of n >= 1 records is resident, then pins it, ends one demand for it, and sets
+ * *which to its index in `records` and *bytes to its bytes. A record that was not demanded is read
+ * as well. Errors: the result of the read of records[*which], which is not pinned; TIER_CANCELLED
+ * once *cancel is not 0 (cancel may be NULL; see tier_interrupt). *bytes is NULL on errors. */
 tier_result tier_acquire(tier *t, const uint32_t *records, uint32_t n, const atomic_int *cancel,
                          uint32_t *which, const uint8_t **bytes);
-/* The bytes of a resident record, now pinned; NULL if it is not resident. */
+/* Like tier_acquire for one record, but does not block: NULL if it is not resident. */
 const uint8_t *tier_try_acquire(tier *t, uint32_t record);
-/* Ends one pin. */
+/* Ends one pin; its bytes must not be used any more. */
 void tier_release(tier *t, uint32_t record);
-/* Makes everybody in tier_acquire look at his cancel flag. */
+/* Wakes all callers blocked in tier_acquire, so that they check their cancel flags. */
 void tier_interrupt(tier *t);
 
-/* "the file ends inside it" */
+/* The reason of a failure as a clause about the record: "the file ends inside it". */
 const char *tier_result_text(tier_result result);
 /* The status of whoever needs a record that failed. */
 static inline cflow_status record_status(tier_result result) {
     return result == TIER_CUT || result == TIER_ALTERED ? CFLOW_EFORMAT : CFLOW_EIO;
 }
 
-/* How often each record was demanded, (n_records,), warm start included. */
+/* How often each record was demanded, (n_records,), uses taken over by tier_warm included. */
 void tier_uses(tier *t, uint64_t *uses);
-/* Warm start: takes over `uses` of an earlier run and reads the most used records, as many as there
- * are slots, in the file's order. Records that fail are left out and counted. ECANCELLED when
- * progress->cancel (progress may be NULL) ended it early, ENOMEM. */
+/* Warm start: takes over `uses` (n_records,) of an earlier run and reads the most used records, as
+ * many as there are slots, in the file's order. Blocks until they are there. Records whose reads
+ * fail are left out and counted. progress may be NULL. Errors: ECANCELLED after progress->cancel,
+ * ENOMEM. */
 cflow_status tier_warm(tier *t, const uint64_t *uses, cflow_progress *progress, cflow_error *err);
 
-/* reads = misses + wasted + extra_reads where none failed, none was withdrawn and no speculation is
- * pending; then speculated = useful + late + wasted. */
+/* Counters since tier_open, and the current state. If no read failed, no demand was withdrawn and
+ * no speculation is pending, then reads = misses + wasted + extra_reads and speculated = useful +
+ * late + wasted. */
 void tier_get_stats(tier *t, cflow_tier_stats *out);
 
 #endif
