@@ -10,12 +10,12 @@
 enum { LINE = 64, PAGE = 4096, HUGE_PAGE = 2 << 20 };
 
 static cflow_status no_memory(size_t bytes, const char *what, cflow_error *err) {
-    return fail(err, CFLOW_ENOMEM, "no memory for %s: %zu bytes (%.1f GB) are not to be had", what,
-                bytes, (double)bytes / 1e9);
+    return fail(err, CFLOW_ENOMEM, "no memory for %s: %zu bytes (%.1f GB) could not be allocated",
+                what, bytes, (double)bytes / 1e9);
 }
 
-/* An unreadable page stays on either side: nothing runs over unseen, and the kernel never merges
- * two arenas into one mapping, so that smaps counts each alone. */
+/* An inaccessible page stays on either side: an overrun faults, and the kernel does not merge two
+ * arenas into one mapping, so smaps counts each separately. */
 cflow_status arena_open(arena *a, size_t bytes, const char *what, cflow_error *err) {
     *a = (arena){0};
     if (bytes > SIZE_MAX / 2) return no_memory(bytes, what, err);
@@ -33,7 +33,7 @@ cflow_status arena_open(arena *a, size_t bytes, const char *what, cflow_error *e
         arena_close(a);
         return no_memory(bytes, what, err);
     }
-    madvise(base, size, MADV_HUGEPAGE); /* arena_huge_bytes tells whether it was heeded */
+    madvise(base, size, MADV_HUGEPAGE); /* only advice: see arena_huge_bytes */
     return CFLOW_OK;
 }
 
@@ -53,7 +53,7 @@ void *arena_take(arena *a, size_t bytes) {
     return taken;
 }
 
-/* Bytes of [start, end) that lie inside the arena. */
+/* Bytes of [start, end) inside the arena. */
 static uint64_t inside(const arena *a, uint64_t start, uint64_t end) {
     const uint64_t first = (uint64_t)(uintptr_t)a->base, last = first + a->bytes;
     if (start < first) start = first;

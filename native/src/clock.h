@@ -1,4 +1,4 @@
-/* The clock that durations and waits are measured by: it never goes back. */
+/* The monotonic clock, for durations and timeouts. */
 #ifndef CFLOW_CLOCK_H
 #define CFLOW_CLOCK_H
 

@@ -9,7 +9,7 @@
 
 #include "status.h"
 
-/* Whether the file system says that our alignment is enough; 1 where it says nothing. */
+/* 0 if the file system states that it needs more than our alignment. */
 static int alignment_suffices(int fd) {
 #ifdef STATX_DIOALIGN
     struct statx s;
@@ -23,7 +23,7 @@ static int alignment_suffices(int fd) {
 #endif
 }
 
-/* The same file again, not whatever the path names by now. */
+/* Opens fd's file again: its path may name another one by now. */
 static int open_direct(int fd) {
     char path[32];
     snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
@@ -31,7 +31,7 @@ static int open_direct(int fd) {
 }
 
 cflow_status file_open(file *f, const char *path, cflow_error *err) {
-    /* O_NONBLOCK: a pipe without a writer must not hang us. */
+    /* O_NONBLOCK: opening a pipe without a writer must not block. */
     *f = (file){.fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK), .direct_fd = -1};
     struct stat s;
     if (f->fd < 0 || fstat(f->fd, &s)) {
@@ -50,7 +50,8 @@ cflow_status file_open(file *f, const char *path, cflow_error *err) {
 
 cflow_status file_share(file *out, const file *f, cflow_error *err) {
     *out = (file){.fd = fcntl(f->fd, F_DUPFD_CLOEXEC, 0), .direct_fd = -1, .bytes = f->bytes};
-    if (out->fd < 0) return fail(err, CFLOW_EIO, "cannot open it again: %s", strerror(errno));
+    if (out->fd < 0)
+        return fail(err, CFLOW_EIO, "cannot open the model file again: %s", strerror(errno));
     out->direct_fd = open_direct(out->fd);
     return CFLOW_OK;
 }
@@ -66,10 +67,11 @@ cflow_status file_read(const file *f, void *out, uint64_t offset, size_t n, cflo
         const ssize_t got = pread(f->fd, (uint8_t *)out + done, n - done, (off_t)(offset + done));
         if (got < 0 && errno == EINTR) continue;
         if (got < 0)
-            return fail(err, CFLOW_EIO, "reading %zu bytes at %llu: %s", n - done,
+            return fail(err, CFLOW_EIO, "cannot read %zu bytes at %llu: %s", n - done,
                         (unsigned long long)(offset + done), strerror(errno));
         if (got == 0)
-            return fail(err, CFLOW_EFORMAT, "file ends at byte %llu while it is being read",
+            return fail(err, CFLOW_EFORMAT,
+                        "the file ends at byte %llu; it became shorter while it was read",
                         (unsigned long long)(offset + done));
         done += (size_t)got;
     }
@@ -86,8 +88,7 @@ cflow_status file_read_direct(file *f, void *out, uint64_t offset, size_t n, cfl
         if (got <= 0) break;
         done += (size_t)got;
     }
-    /* Whatever is left, the end of a short read or a failed one, is read and judged the plain way.
-     */
+    /* The rest after a short or failed direct read; file_read reports the errors. */
     return file_read(f, (uint8_t *)out + done, offset + done, n - done, err);
 }
 

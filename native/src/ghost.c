@@ -14,7 +14,7 @@ void ghost_close(ghost *g) {
     g->links = NULL;
 }
 
-/* The least recently used record of a list that holds too many. */
+/* Takes the least recently used record out of a list of more than `most`, or NO_RECORD. */
 static uint32_t take_surplus(ghost *g, const list *l) {
     const uint32_t record = l->first;
     if (l->n <= g->most) return NO_RECORD;

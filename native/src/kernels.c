@@ -1,5 +1,5 @@
-/* What does not depend on the instruction set: sizes, the plain dequantiser, the choice of a table.
- */
+/* What does not depend on the instruction set: sizes, the dequantiser, checksums, and the choice of
+ * a table. */
 #include "kernels.h"
 
 #include "kernels/layout.h"
@@ -17,8 +17,8 @@ uint64_t stripe_bytes(uint32_t encoding, uint32_t stripe_rows, uint32_t n_cols) 
     return stripe_rows / 16 * group_bytes;
 }
 
-/* One value. `head` and `block` are the tile's and the block's first bytes, r the row in the
- * stripe, c the column in the block, c_tile the block in its tile: for the k forms' d. */
+/* One value: row r of the stripe, column c of a quant block that begins at `block`, in a tile that
+ * begins at `head`. */
 static float value_at(uint32_t encoding, const uint8_t *head, const uint8_t *block, uint32_t groups,
                       uint32_t r, uint32_t c) {
     const uint8_t *after4 = block + (size_t)groups * 256;
@@ -61,7 +61,8 @@ void stripe_row(uint32_t encoding, const uint8_t *stripe, uint32_t stripe_rows, 
     }
 }
 
-/* Levels are bundles; __builtin_cpu_supports also asks whether the system saves the registers. */
+/* Each level needs several CPU features. __builtin_cpu_supports also checks that the operating
+ * system saves the registers. */
 static int has_avx2(void) {
 #if defined(__x86_64__)
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
@@ -100,6 +101,25 @@ int kernels_select(kernels *k, const char *isa) {
 #endif
     k->isa = ladder[level];
     return 0;
+}
+
+uint32_t crc_multiply(uint32_t a, uint32_t b) {
+    uint32_t product = 0;
+    for (; a; a <<= 1) {
+        if (a >> 31) product ^= b;
+        b = b & 1 ? b >> 1 ^ 0x82f63b78u : b >> 1;
+    }
+    return product;
+}
+
+/* Appending n bytes multiplies the CRC of what is before them by x^(8 n). */
+uint32_t crc_join(uint32_t first, uint32_t second, uint64_t second_bytes) {
+    uint32_t power = 1u << 23; /* x^8 */
+    for (uint64_t n = second_bytes; n; n >>= 1) {
+        if (n & 1) first = crc_multiply(power, first);
+        power = crc_multiply(power, power);
+    }
+    return first ^ second;
 }
 
 uint32_t cflow_crc32c(uint32_t crc, const void *data, size_t bytes) {

@@ -1,4 +1,5 @@
-/* Both waits, for work and at a barrier, are one thing: a counter that another thread moves on. */
+/* Every wait, for work, for a turn or at a barrier, is for a counter that another thread changes.
+ */
 #include "pool.h"
 
 #include <linux/futex.h>
@@ -14,16 +15,17 @@
 #include "arena.h"
 #include "status.h"
 
-/* Looks before a thread sleeps: 20 to 100 us by processor, longer than a stage's stragglers. Once,
- * early, it gives the core away: the thread waited for may be queued behind us. Two threads that
- * the kernel left on one core meet in 4 us instead of 50 that way; yielding again and again gave
- * their time to other processes (2 cores of a Zen 5, two busy processes beside). */
+/* SPINS: a thread looks at the counter this often before it sleeps, for 20 to 100 us depending on
+ * the processor, which is longer than the threads of a stage differ. YIELD_AT: after this many
+ * looks it yields its core once, since the thread that it waits for may be queued behind it: two
+ * threads on one core then meet in 4 us instead of 50. Yielding more often gives their time to
+ * other processes (measured on 2 cores of a Zen 5 beside two busy processes). */
 enum { SPINS = 2000, YIELD_AT = 64, MAX_THREADS = 1024, LINE = 64 };
 
 typedef struct {
     atomic_uint value;
     atomic_uint sleepers;
-    char rest_of_line[LINE - 2 * sizeof(atomic_uint)]; /* threads spin on value alone */
+    char rest_of_line[LINE - 2 * sizeof(atomic_uint)]; /* no other data shares the cache line */
 } turn;
 
 typedef struct {
@@ -33,17 +35,17 @@ typedef struct {
 } seat;
 
 struct pool {
-    turn work;   /* moves on when there is something to run */
-    turn inside; /* the running fn's own */
-    turn end;    /* moves on when the last thread has left fn */
-    atomic_uint arrived;
+    turn work;           /* changes when there is a function to run, or the pool closes */
+    turn inside;         /* the running fn's: pool_turn, pool_wait, pool_pass */
+    turn end;            /* changes when all threads have arrived at the barrier */
+    atomic_uint arrived; /* at the barrier */
     pool_fn fn;
     void *arg;
     int n_threads;
-    int n_started; /* seats with a running thread, the caller's not counted */
-    int spins;
+    int n_started; /* seats with a running thread, without the caller's */
+    int spins;     /* SPINS, or 0 */
     int closing;
-    seat *seats; /* (n_threads,) seat 0 is the caller's and stays empty */
+    seat *seats; /* (n_threads,) seat 0, the caller's, is not used */
 };
 
 static void pause_core(void) {
@@ -58,8 +60,9 @@ static void futex(atomic_uint *word, int op, unsigned value) {
     syscall(SYS_futex, word, op, value, NULL, NULL, 0);
 }
 
-/* The sleeper announces itself before it looks again, the waker looks for sleepers after it moved
- * on: in the one order of sequentially consistent operations one of them sees the other. */
+/* No wake-up is lost: a waiter counts itself as a sleeper before it reads the value again,
+ * turn_pass reads the sleepers after it has changed the value. These operations are sequentially
+ * consistent, so at least one side sees the other. */
 static void turn_wait(turn *t, unsigned seen, int spins) {
     for (int i = 0; i < spins; i++) {
         if (atomic_load_explicit(&t->value, memory_order_acquire) != seen) return;
@@ -91,7 +94,7 @@ void pool_pass(pool *p) {
 }
 
 void pool_barrier(pool *p) {
-    const unsigned seen = atomic_load(&p->end.value); /* cannot move on without this thread */
+    const unsigned seen = atomic_load(&p->end.value); /* cannot change before this thread arrives */
     if (atomic_fetch_add(&p->arrived, 1) + 1 < (unsigned)p->n_threads) {
         turn_wait(&p->end, seen, p->spins);
         return;
@@ -121,11 +124,13 @@ void pool_run(pool *p, pool_fn fn, void *arg) {
 
 static int usable_cores(void) {
     cpu_set_t set;
-    if (sched_getaffinity(0, sizeof set, &set)) return CPU_SETSIZE; /* more cores than fit in set */
+    if (sched_getaffinity(0, sizeof set, &set))
+        return CPU_SETSIZE; /* more cores than the set holds */
     return CPU_COUNT(&set);
 }
 
-/* Signals belong to the threads of the caller: one that waits must be woken by them. */
+/* Pool threads block all signals: these are for the caller's threads, whose waits they interrupt.
+ */
 static cflow_status start_threads(pool *p, cflow_error *err) {
     sigset_t all, before;
     sigfillset(&all);
@@ -145,7 +150,7 @@ static cflow_status start_threads(pool *p, cflow_error *err) {
 cflow_status pool_open(pool **out, int n_threads, cflow_error *err) {
     *out = NULL;
     if (n_threads < 1 || n_threads > MAX_THREADS)
-        return fail(err, CFLOW_EINVAL, "%d threads; a pool has 1 to %d", n_threads, MAX_THREADS);
+        return fail(err, CFLOW_EINVAL, "%d threads; there must be 1 to %d", n_threads, MAX_THREADS);
     pool *p = memory_zeroed(1, sizeof *p);
     seat *seats = memory_zeroed((size_t)n_threads, sizeof *seats);
     if (!p || !seats) {

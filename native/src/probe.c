@@ -1,4 +1,4 @@
-/* Read bandwidth of main memory: what decode can at best reach. */
+/* Read bandwidth of main memory, the upper bound of decode. */
 #include <string.h>
 
 #include "arena.h"
@@ -13,13 +13,13 @@ typedef void (*sum_fn)(const uint8_t *memory, size_t bytes);
 typedef struct {
     uint8_t *memory;
     sum_fn sum;
-    size_t share; /* bytes each thread reads in a pass */
+    size_t share; /* bytes that each thread reads in a pass */
     int passes;
     pool *pool;
     double best_s;
 } probe;
 
-/* Four independent sums, so that additions never wait for each other. */
+/* Four independent sums, so that no addition waits for the one before. */
 static inline __attribute__((always_inline)) void sum_lines(const uint8_t *memory, size_t bytes) {
     line sums[LINES] = {0};
     for (size_t at = 0; at < bytes; at += LINES * LINE)
@@ -31,7 +31,7 @@ static inline __attribute__((always_inline)) void sum_lines(const uint8_t *memor
     __asm__ volatile("" ::"m"(total)); /* the sums are used */
 }
 
-/* 16-byte loads reach 0.94 of what 64-byte loads do (Zen 5): the widest are the ceiling. */
+/* The widest loads are the fastest: those of 16 bytes reach 0.94 of those of 64 bytes (Zen 5). */
 static void sum_plain(const uint8_t *memory, size_t bytes) {
     sum_lines(memory, bytes);
 }
@@ -56,10 +56,11 @@ static sum_fn widest_sum(void) {
 static void run_probe(void *arg, int thread) {
     probe *p = arg;
     uint8_t *share = p->memory + (size_t)thread * p->share;
-    memset(share, 1, p->share); /* pages that were never written share one page of zeros */
+    memset(share, 1, p->share); /* else all pages are one page of zeros */
     pool_barrier(p->pool);
     for (int pass = 0; pass < p->passes; pass++) {
-        const double start = clock_s(); /* after the barrier it may have slept while others read */
+        const double start =
+            clock_s(); /* before the barrier: others may read while this thread wakes */
         pool_barrier(p->pool);
         p->sum(share, p->share);
         pool_barrier(p->pool);
@@ -72,7 +73,7 @@ cflow_status cflow_probe_bandwidth(double *bytes_per_s, uint64_t bytes, int32_t 
                                    int32_t passes, cflow_error *err) {
     *bytes_per_s = 0;
     if (passes < 1 || passes > MAX_PASSES)
-        return fail(err, CFLOW_EINVAL, "%d passes; a probe takes 1 to %d", passes, MAX_PASSES);
+        return fail(err, CFLOW_EINVAL, "%d passes; there must be 1 to %d", passes, MAX_PASSES);
     probe p = {.sum = widest_sum(), .passes = passes};
     cflow_status status = pool_open(&p.pool, n_threads, err);
     if (status != CFLOW_OK) return status;

@@ -8,9 +8,9 @@
 
 typedef struct {
     const model_weights *m;
-    const uint8_t *resident, *bank; /* as stored */
+    const uint8_t *resident, *bank; /* the two banks as stored */
     uint8_t *out;                   /* m->memory */
-    float *rows;                    /* (threads, widest) */
+    float *rows;                    /* (n_threads, widest) one dequantised row each */
     uint32_t widest;                /* columns of the widest matrix */
     int n_threads;
 } widener;
@@ -37,7 +37,7 @@ static uint64_t widened_record_bytes(const model_weights *m, uint32_t block) {
     return down->record_offset + matrix_bytes(down);
 }
 
-/* Stripe s of tensor t, stored at `from` + its offset, into w at `to`. */
+/* Dequantises stripe s of tensor t, whose bank or record is at `from`, into matrix w at `to`. */
 static void widen_stripe(const cflow_tensor *t, const matrix *w, uint32_t s, const uint8_t *from,
                          uint8_t *to, float *row) {
     const uint8_t *stripe = from + t->offset + s * t->stripe_stride;
@@ -51,28 +51,28 @@ static void widen_stripe(const cflow_tensor *t, const matrix *w, uint32_t s, con
     }
 }
 
-/* Where `data` of m->memory is written. */
+/* A writable pointer to `data`, which is in m->memory. */
 static uint8_t *place_of(const widener *v, const uint8_t *data) {
     return v->out + (data - v->out);
 }
 
-/* Every n_threads-th stripe of everything resident, every n_threads-th record. */
+/* A thread's part: every n_threads-th stripe of the resident bank, every n_threads-th record. */
 static void widen_share(void *arg, int thread) {
     const widener *v = arg;
     const model_weights *m = v->m;
     float *row = v->rows + (size_t)thread * v->widest;
-    const uint32_t first = (uint32_t)thread, step = (uint32_t)v->n_threads;
+    const uint32_t first = (uint32_t)thread, stride = (uint32_t)v->n_threads;
     for (uint32_t i = 0; i < m->header.n_tensors; i++) {
         const cflow_tensor *t = &m->tensors[i];
         const matrix *w = tensor_matrix(m, t);
         if (tensor_is_expert(t)) {
             for (uint32_t r = m->first_record[t->block] + first; r < m->first_record[t->block + 1];
-                 r += step)
+                 r += stride)
                 for (uint32_t s = 0; s < w->n_stripes; s++)
                     widen_stripe(t, w, s, v->bank + m->records[r].offset,
                                  place_of(v, m->expert_data[r]) + w->record_offset, row);
         } else if (w->stripe_rows) {
-            for (uint32_t s = first; s < w->n_stripes; s += step)
+            for (uint32_t s = first; s < w->n_stripes; s += stride)
                 widen_stripe(t, w, s, v->resident, place_of(v, w->data), row);
         } else if (thread == 0) {
             memcpy(place_of(v, w->data), v->resident + t->offset, w->stripe_bytes);
@@ -90,7 +90,7 @@ static uint64_t widened_bytes(const model_weights *m) {
     return bytes;
 }
 
-/* Room in the new arena for everything, in the order of the tables. */
+/* Gives every matrix and record its place in the new arena, in the order of the tables. */
 static void place_widened(model_weights *m) {
     for (uint32_t i = 0; i < m->header.n_tensors; i++) {
         matrix *w = tensor_entry(m, &m->tensors[i]);
@@ -119,7 +119,7 @@ cflow_status widen_weights(model_weights *m, pool *threads, cflow_error *err) {
     arena rows = {0};
     m->memory = (arena){0};
     cflow_status s = arena_open(&rows, (size_t)v.n_threads * v.widest * sizeof *v.rows,
-                                "rows in conversion", err);
+                                "rows that are dequantised", err);
     if (!s) s = arena_open(&m->memory, widened_bytes(m), "the weights as f32", err);
     if (!s) {
         v.rows = arena_take(&rows, rows.bytes);

@@ -1,13 +1,14 @@
-/* The debugging precision: every matrix held as f32, in the same stripes. */
+/* as_f32, for debugging: all matrices held as f32, in the same stripes. */
 #ifndef CFLOW_WIDEN_H
 #define CFLOW_WIDEN_H
 
 #include "pool.h"
 #include "weights.h"
 
-/* Replaces m->memory, read as stored, by their f32 form; both exist while this runs. ENOMEM. */
+/* Replaces m->memory, loaded as stored, by the f32 form of the weights. Both are in memory while it
+ * runs. Errors: ENOMEM. */
 cflow_status widen_weights(model_weights *m, pool *threads, cflow_error *err);
-/* Describes every matrix in its f32 form, without weights. */
+/* Makes every matrix describe its f32 form, without touching weights. */
 void widen_shapes(model_weights *m);
 
 #endif

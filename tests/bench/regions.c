@@ -5,11 +5,11 @@
  */
 #include SOURCE
 
-static INLINE void add_unit(piece *p, uint32_t bytes, uint32_t chunk, void (*add)(const piece *)) {
+static INLINE void add_unit(chunk *p, uint32_t bytes, uint32_t rows, void (*add)(const chunk *)) {
     float *acc = p->acc;
     fetch(p->block, 2 * bytes, AHEAD);
 #pragma GCC unroll 4
-    for (p->lane = 0; p->lane < 32; p->lane += chunk) {
+    for (p->lane = 0; p->lane < 32; p->lane += rows) {
         p->acc = acc + p->lane * p->m;
         add(p);
     }
@@ -19,7 +19,7 @@ static INLINE void add_unit(piece *p, uint32_t bytes, uint32_t chunk, void (*add
     void region_##encoding##_##rows(const uint8_t *block, const x_block *x, float *acc);           \
     void region_##encoding##_##rows(const uint8_t *block, const x_block *x, float *acc) {          \
         const matmul_args args = {.stripe_groups = 8};                                             \
-        piece p = {.args = &args, .head = block, .block = block, .m = rows, .x = x, .acc = acc};   \
+        chunk p = {.args = &args, .head = block, .block = block, .m = rows, .x = x, .acc = acc};   \
         __asm__ volatile("# LLVM-MCA-BEGIN " #encoding " " #rows::: "memory");                     \
         add_unit(&p, bytes, CHUNK, add_##encoding);                                                \
         __asm__ volatile("# LLVM-MCA-END" ::: "memory");                                           \

@@ -17,7 +17,7 @@
 typedef __m256 vf;
 typedef __m256i vi;
 
-/* For every lane: as operands from memory they cost no instruction. */
+/* Activations are stored once for every lane: as memory operands they need no extra instruction. */
 typedef vf xf;
 typedef vi xi;
 
@@ -123,7 +123,7 @@ static INLINE void i_store_i8(int8_t *p, vi v) {
     _mm_storel_epi64((__m128i *)p, _mm_packs_epi16(words, words));
 }
 
-/* Lane i + lane i + 8, then 4, 2, 1. */
+/* The 16-lane sum of kernels.h. */
 static INLINE float fold16(const vf sum[2]) {
     const vf eight = sum[0] + sum[1];
     const __m128 four = _mm256_castps256_ps128(eight) + _mm256_extractf128_ps(eight, 1);
@@ -179,18 +179,18 @@ static INLINE vi pair_sums(vi words) {
     return _mm256_madd_epi16(words, _mm256_set1_epi16(1));
 }
 
-/* Sums stay in 16-bit words: eight product pairs are at most 15 * 127 * 16. The bias is taken from
- * every other word; what is there in the end, at most 8 * 127 * 32, fits as well. */
+/* Sums stay in 16-bit words: eight pairs of products are at most 15 * 127 * 16. `start` holds the
+ * bias in every other word; with it, at most 8 * 127 * 32, the sums still fit. */
 static INLINE void dot_nibbles(vi out[UNITS], const vi w[UNITS][8], const xi *x, xi start) {
     for (int j = 0; j < 8; j++) {
         start = _mm256_add_epi16(start, _mm256_maddubs_epi16(w[0][j], x[j]));
-        __asm__("" : "+x"(start)); /* else gcc makes all products first: no room for them and w */
+        __asm__("" : "+x"(start)); /* else gcc computes all products first and spills w */
     }
     out[0] = pair_sums(start);
 }
 
-/* Codes are signed here: |w| * (x with w's sign) stays below 2^15 even for w = -128, where the
- * unsigned code times x would saturate. */
+/* Codes are signed here: a pair of |w| * (x with the sign of w) stays below 2^15 even for w = -128,
+ * whereas unsigned codes times x would saturate. */
 static INLINE void dot_bytes(vi out[UNITS], const vi w[UNITS][8], const xi *x, xi start) {
     for (int j = 0; j < 8; j++) {
         const vi signed_x = _mm256_sign_epi8(x[j], w[0][j]);
@@ -200,7 +200,7 @@ static INLINE void dot_bytes(vi out[UNITS], const vi w[UNITS][8], const xi *x, x
     out[0] = start;
 }
 
-/* A product pair is at most 63 * 127 * 2, so two fit a signed 16-bit word. */
+/* A pair of products is at most 63 * 127 * 2, so two pairs fit into a signed 16-bit word. */
 static INLINE void dot_sixes(vi out[UNITS], const vi w[UNITS][8], int first, const xi *x,
                              xi start) {
     out[0] = start;
@@ -213,24 +213,14 @@ static INLINE void dot_sixes(vi out[UNITS], const vi w[UNITS][8], int first, con
 
 #include "lanes.h"
 
-/* Product of two polynomials modulo Castagnoli's, bit-reversed: bit 31 is x^0. */
-static uint32_t crc_multiply(uint32_t a, uint32_t b) {
-    uint32_t product = 0;
-    for (uint32_t bit = 1u << 31; bit != 0; bit >>= 1) {
-        if (a & bit) product ^= b;
-        b = b & 1 ? b >> 1 ^ 0x82f63b78 : b >> 1;
-    }
-    return product;
-}
-
 static INLINE uint64_t u64_at(const uint8_t *p) {
     uint64_t value;
     memcpy(&value, p, 8);
     return value;
 }
 
-/* Three streams of CRC_RUN bytes hide the instruction's latency; their sums are put together by
- * multiplying with x^(8 CRC_RUN), which is what CRC_RUN zero bytes do. */
+/* Three streams of CRC_RUN bytes hide the latency of the crc32 instruction. Their CRCs are joined
+ * by multiplying with CRC_SHIFT = x^(8 CRC_RUN). */
 #define CRC_RUN 16384
 #define CRC_SHIFT 0xbf455269
 

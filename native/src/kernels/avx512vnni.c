@@ -17,7 +17,7 @@
 typedef __m512 vf;
 typedef __m512i vi;
 
-/* Once: instructions spread such an operand themselves. */
+/* Activations are stored once: instructions broadcast them to all lanes. */
 typedef float xf;
 typedef int32_t xi;
 
@@ -110,7 +110,7 @@ static INLINE void i_store_i8(int8_t *p, vi v) {
     _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8(v));
 }
 
-/* Lane i + lane i + 8, then 4, 2, 1. */
+/* The 16-lane sum of kernels.h. */
 static INLINE float fold16(const vf sum[1]) {
     const __m256 eight = _mm512_castps512_ps256(sum[0]) + _mm512_extractf32x8_ps(sum[0], 1);
     const __m128 four = _mm256_castps256_ps128(eight) + _mm256_extractf128_ps(eight, 1);
@@ -118,7 +118,7 @@ static INLINE float fold16(const vf sum[1]) {
     return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
 
-/* p is in [0.7, 1.5], so the two factors of the scalar form round once, like this. */
+/* One rounding, as with the two factors of scalar.c: p is in [0.7, 1.5]. */
 static INLINE vf times_power_of_2(vf p, vf k, vf shifted) {
     (void)shifted;
     return _mm512_scalef_ps(p, k);

@@ -1,16 +1,17 @@
-/* The kernels of an instruction set with vectors of LANES floats, written once.
+/* The kernels for any instruction set whose vectors have LANES floats.
  *
- * The including file defines, before it includes this:
- *   vf, vi              vectors of LANES floats, of LANES int32 (or 4 LANES bytes)
- *   LANES, UNITS        UNITS vectors of weights meet an activation at a time (8 registers each)
- *   HEADS               attention heads that share loads
- *   NIBBLE_BIAS         what a dot's start subtracts for each unit of x: the bias of q4_0, and what
- *   BYTE_BIAS           byte_codes leaves of that of q8
- *   xf, xi              how a float, and an int32 or 4 codes, of x lie in memory to meet every lane
- * and as static INLINE the f_ and i_ operations that the three files below use. The dots add to
- * start, exactly; w[u][j] and x[j] hold columns 4 j to 4 j + 3:
+ * The including file first defines
+ *   vf, vi          vectors of LANES floats; of LANES int32, or 4 LANES bytes
+ *   LANES           8 or 16
+ *   UNITS           vectors of weights multiplied with an activation at a time (8 registers each)
+ *   HEADS           attention heads that share loads of K and V
+ *   NIBBLE_BIAS     the bias of q4_0, in the unit of a dot's `start`
+ *   BYTE_BIAS       the part of q8's bias that byte_codes leaves, in the same unit
+ *   xf, xi          the memory form of a float, and of an int32 or 4 codes, of x for all lanes
+ * and, as static INLINE, the f_ and i_ operations used in the three files below, and the dots,
+ * which add exact integer products to `start`; w[u][j] and x[j] hold columns 4 j to 4 j + 3:
  *   dot_nibbles, dot_bytes(out, w, x, start)   over 32 columns
- *   dot_sixes(out, w, first, x, start)         over 16 columns from w[u][first] on
+ *   dot_sixes(out, w, first, x, start)         over 16 columns, from w[u][first] on
  */
 #ifndef CFLOW_LANES_H
 #define CFLOW_LANES_H

@@ -1,15 +1,15 @@
-/* Attention over paged KV in vectors of LANES, for the instruction set that includes this.
+/* Attention over KV blocks in vectors of LANES floats; see lanes.h.
  *
- * Scores: a lane is a position, K being (head_dim, 32). Values: a lane is a dimension. Up to HEADS
- * heads that share the KV head go together, so that each load of K and V serves all of them: with
- * AVX2 their sums, what meets them and one vector of K or V are just the 16 registers. */
+ * For scores a lane is a position, since K is (head_dim, 32); for values a lane is a dimension. Up
+ * to HEADS query heads are computed together, so that each load of K and V serves all of them. With
+ * AVX2 their sums, their operands and one vector of K or V fill the 16 registers. */
 
 enum { POSITION_PARTS = 32 / LANES, VALUE_PARTS = 4 };
 
 typedef struct {
-    float *o;         /* (n_heads, padded head_dim) sums, not yet divided */
-    float *w;         /* (n_heads, 32) */
-    float *m, *l, *c; /* (n_heads,) */
+    float *o;         /* (n_heads, o_stride) sums, not yet divided by l */
+    float *w;         /* (n_heads, 32) scores, then weights, of the current block */
+    float *m, *l, *c; /* (n_heads,) as in kernels.h */
     size_t o_stride;  /* head_dim rounded up to LANES */
 } attend_state;
 
@@ -24,7 +24,7 @@ static INLINE size_t kv_bytes(cflow_kv_type type) {
     return type == CFLOW_KV_F32 ? 4 : type == CFLOW_KV_Q8 ? 1 : 2;
 }
 
-/* Lanes at and past n are 0 and not read. */
+/* The first n lanes; the others are 0 and are not read. */
 static INLINE vf load_kv_n(const uint8_t *base, size_t index, size_t n, cflow_kv_type type) {
     if (n >= LANES) return load_kv(base, index, type);
     uint8_t last[4 * LANES] = {0};
@@ -32,25 +32,27 @@ static INLINE vf load_kv_n(const uint8_t *base, size_t index, size_t n, cflow_kv
     return load_kv(last, 0, type);
 }
 
-/* A pass of some heads over half a block (K or V): those passes bring the next half, which lies
- * anywhere, into the first-level cache, each its share. */
+/* A pass of some heads over half a KV block, its K or its V. Each of the n passes prefetches its
+ * share of the next half, which may be anywhere in memory. */
 typedef struct {
-    uint32_t head, index, n; /* first head; which pass it is of how many */
+    uint32_t head;     /* the first head */
+    uint32_t index, n; /* of n passes */
 } pass;
 
-/* The half of the block at `start` that V is, then the K of the one after it, or of the same. */
+/* The half after K or V of the block at position `start`: V of this block, or K of the next block
+ * (of this one if it is the last). */
 static INLINE const uint8_t *half_ahead(const attend_args *a, uint32_t start, int at_values,
                                         cflow_kv_type type) {
     if (at_values) return a->blocks[start / 32 + (a->end - start > 32)];
     return a->blocks[start / 32] + (size_t)a->head_dim * 32 * kv_bytes(type);
 }
 
-/* q K of a block for n heads: into w. */
+/* Writes the products q K of a block for n heads to w. */
 static INLINE void score_heads(const attend_args *a, const attend_state *s, uint32_t start,
                                pass turn, const uint32_t n, cflow_kv_type type) {
-    const size_t head_dim = a->head_dim, step = 32 * kv_bytes(type) / turn.n;
+    const size_t head_dim = a->head_dim, stride = 32 * kv_bytes(type) / turn.n;
     const uint8_t *k = a->blocks[start / 32];
-    const uint8_t *ahead = half_ahead(a, start, 0, type) + turn.index * step * head_dim;
+    const uint8_t *ahead = half_ahead(a, start, 0, type) + turn.index * stride * head_dim;
     const float *q = a->q + turn.head * head_dim;
     float *w = s->w + (size_t)turn.head * 32;
     vf sum[HEADS][POSITION_PARTS];
@@ -58,7 +60,7 @@ static INLINE void score_heads(const attend_args *a, const attend_state *s, uint
         for (uint32_t i = 0; i < POSITION_PARTS; i++) sum[h][i] = f_set1(0);
     for (size_t d = 0; d < head_dim; d++) {
         vf query[HEADS];
-        fetch(ahead, 32 * kv_bytes(type), d * step);
+        fetch(ahead, 32 * kv_bytes(type), d * stride);
         for (uint32_t h = 0; h < n; h++) query[h] = f_set1(q[h * head_dim + d]);
         for (uint32_t i = 0; i < POSITION_PARTS; i++) {
             const vf keys = load_kv(k, d * 32 + i * LANES, type);
@@ -69,8 +71,9 @@ static INLINE void score_heads(const attend_args *a, const attend_state *s, uint
         for (uint32_t i = 0; i < POSITION_PARTS; i++) f_store(w + h * 32 + i * LANES, sum[h][i]);
 }
 
-/* Softmax of a head's scores: w becomes the weights of the values, c what to multiply o by. A call,
- * so that its constants leave the registers to the loops around it. */
+/* Online softmax of a head's scores in a block: turns w into the weights of the values and sets c,
+ * the factor of o. Not inlined, so that its constants do not take registers from the loops around.
+ */
 static __attribute__((noinline)) void weigh(const attend_args *a, const attend_state *s,
                                             uint32_t start, uint32_t head) {
     const int is_q8 = a->kv_type == CFLOW_KV_Q8;
@@ -103,12 +106,12 @@ static __attribute__((noinline)) void weigh(const attend_args *a, const attend_s
     s->l[head] = fmaf(s->l[head], s->c[head], fold16(x));
 }
 
-/* `parts` vectors of dimensions from d on: as many sums that wait for nothing but themselves. */
+/* Adds the weighted values of a block to `parts` vectors of dimensions, from dimension d on. */
 static INLINE void add_dimensions(const attend_args *a, const attend_state *s, uint32_t start,
                                   pass turn, const uint32_t n, size_t d, const uint32_t parts,
                                   cflow_kv_type type) {
     const size_t head_dim = a->head_dim, bytes = kv_bytes(type);
-    const size_t step = parts * LANES * bytes / turn.n;
+    const size_t stride = parts * LANES * bytes / turn.n;
     const uint8_t *v = a->blocks[start / 32] + head_dim * 32 * bytes;
     const uint8_t *ahead =
         half_ahead(a, start, 1, type) + (head_dim * turn.index / turn.n + d / turn.n) * 32 * bytes;
@@ -122,7 +125,7 @@ static INLINE void add_dimensions(const attend_args *a, const attend_state *s, u
             sum[h][i] = f_load(o + h * s->o_stride + i * LANES) * f_set1(s->c[turn.head + h]);
     for (size_t p = low; p < high; p++) {
         vf weight[HEADS];
-        fetch(ahead, parts * LANES * bytes, p * step);
+        fetch(ahead, parts * LANES * bytes, p * stride);
         for (uint32_t h = 0; h < n; h++) weight[h] = f_set1(w[h * 32 + p]);
         for (uint32_t i = 0; i < parts; i++) {
             const size_t at = d + i * LANES;
@@ -151,7 +154,9 @@ static INLINE void attend_heads(const attend_args *a, const attend_state *s, uin
         score_heads(a, s, start, turn, n, type);
 }
 
-/* All heads meet half a block while the first-level cache holds it, in passes of about as many. */
+/* All heads over half a block, while it is in the first-level cache, in passes of nearly equal
+ * size.
+ */
 static INLINE void attend_half(const attend_args *a, const attend_state *s, uint32_t start,
                                int at_values, cflow_kv_type type) {
     pass turn = {.n = (a->n_heads + HEADS - 1) / HEADS};

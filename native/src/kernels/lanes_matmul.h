@@ -1,50 +1,51 @@
-/* Matrix products in vectors of LANES rows, for the instruction set that includes this.
+/* Matrix products in vectors of LANES matrix rows; see lanes.h.
  *
- * A piece is walked in memory order, block by block, for up to BATCH rows of x at once, whose part
- * of the block is laid out for all that follows. The codes of a chunk (UNITS vectors of rows) are
- * decoded into registers, then every row of x meets them. Sums live in acc, which stays in the
- * first-level cache; a row's float sequence is the same for any m.
+ * The stripe is walked in memory order, quant block by quant block, for up to BATCH rows of x at a
+ * time. Their columns of the block are packed once. Then, chunk by chunk (UNITS vectors of matrix
+ * rows), the codes are decoded into registers and multiplied with every row of x. The sums are in
+ * acc, which stays in the first-level cache. The float sequence of a row does not depend on m.
  *
- * Weights are prefetched AHEAD bytes or a little more, in rising order and on past the end of the
- * stripe: the next one lies there. One Zen 5 core (39 GB/s by the probe) reads q4_0 from RAM at
- * 37-38 GB/s like this, with AVX-512; 35 fetching in the order of use, fields apart; 33 twice as
- * far ahead; 31 into the second level instead of the first; 23 without. */
+ * Weights are prefetched about AHEAD bytes before their use, in rising order and past the end of
+ * the stripe, where the next one begins. On one Zen 5 core with AVX-512 (39 GB/s by the probe),
+ * q4_0 is read from RAM at 37-38 GB/s   like this 35           prefetched field by field, in the
+ * order of use 33           twice as far ahead 31           into the second-level cache 23 without
+ * prefetching */
 
 enum { BATCH = 32, AHEAD = 8192 };
 
-/* A block of one row of x, as the integer forms want it. */
+/* A quant block of one row of x, packed for the integer forms. */
 typedef struct {
-    xi q[8]; /* 4 columns each */
+    xi q[8]; /* codes, 4 columns each */
     xf scale;
     xf scaled_sum; /* scale * (float)(sum of the 32 codes) */
-    xi start[2];   /* -bias * sum: of 32 codes in the first, or for q6_k of 16 codes in each */
+    xi start[2];   /* -bias * sum of the codes: all 32 in [0]; for q6_k, 16 in each */
 } x_block;
 
-/* One chunk of one block, for m rows of x. */
+/* One chunk of one quant block, for m rows of x. */
 typedef struct {
     const matmul_args *args;
-    const uint8_t *head, *block; /* of the tile, of the block */
-    size_t group;                /* even: the chunk begins */
-    uint32_t lane;               /* with this row of it, or of the one behind it */
-    uint32_t column;             /* the block's first, of the matrix */
-    uint32_t row, m;             /* first row of x, how many */
+    const uint8_t *head, *block; /* first bytes of the tile and of the block */
+    size_t group;                /* even; the chunk is in this group and the next */
+    uint32_t lane;               /* its first row, from the first row of `group` */
+    uint32_t column;             /* the block's first column in the matrix */
+    uint32_t row, m;             /* rows [row, row + m) of x */
     const x_block *x;            /* (m,) */
     float *acc;                  /* (m, chunk lanes) */
-} piece;
+} chunk;
 
 typedef struct {
-    uint32_t head, block; /* bytes a group: at the start of a tile, in a block */
-    uint32_t chunk;       /* rows of a chunk */
-    int bias;             /* -1: a float form, x is not packed */
-    int halves;           /* start is per 16 columns */
-    int has_m;            /* scaled_sum is read */
+    uint32_t head, block; /* encoding_size of layout.h */
+    uint32_t chunk;       /* matrix rows of a chunk */
+    int bias;             /* -1: a float form, for which x is not packed */
+    int halves;           /* 1: there is a start for each 16 columns */
+    int has_m;            /* 1: scaled_sum is used */
 } form;
 
 static INLINE size_t x_row_of(const matmul_args *a, uint32_t i) {
     return a->x_rows ? (size_t)a->x_rows[i] : i;
 }
 
-/* The block of x that begins at its element `at`. */
+/* Packs the 32 elements of x from `at` on. */
 static INLINE void pack(const activations *x, size_t at, const form f, x_block *out) {
     const int32_t *sum = x->sum + at / 16;
     const float scale = x->scale[at / 32];
@@ -55,25 +56,27 @@ static INLINE void pack(const activations *x, size_t at, const form f, x_block *
     if (f.halves) out->start[1] = spread_i(-f.bias * sum[1]);
 }
 
-static INLINE void store_rows(const matmul_args *a, uint32_t row, uint32_t m, uint32_t chunk,
+static INLINE void store_rows(const matmul_args *a, uint32_t row, uint32_t m, uint32_t chunk_rows,
                               const float *acc) {
     const uint32_t lanes = a->n_groups * 16;
     for (uint32_t i = 0; i < m; i++) {
         const size_t y_row = a->y_rows ? (size_t)a->y_rows[row + i] : row + i;
         float *y = a->y + y_row * a->y_ld;
         for (uint32_t lane = 0; lane < lanes; lane += LANES) {
-            const uint32_t in_chunk = lane % chunk;
-            f_store(y + lane, f_load(acc + (size_t)(lane - in_chunk) * m + i * chunk + in_chunk));
+            const uint32_t in_chunk = lane % chunk_rows;
+            f_store(y + lane,
+                    f_load(acc + (size_t)(lane - in_chunk) * m + i * chunk_rows + in_chunk));
         }
     }
 }
 
 static INLINE void fetch(const uint8_t *from, size_t bytes, size_t ahead) {
-    const uintptr_t at = (uintptr_t)from + ahead; /* may lie past the buffer: never dereferenced */
+    const uintptr_t at =
+        (uintptr_t)from + ahead; /* may be past the buffer; it is not dereferenced */
     for (size_t i = 0; i < bytes; i += 64) _mm_prefetch((const char *)(at + i), _MM_HINT_T0);
 }
 
-static INLINE void walk_rows(const matmul_args *a, const form f, void (*add)(const piece *),
+static INLINE void walk_rows(const matmul_args *a, const form f, void (*add)(const chunk *),
                              uint32_t row, uint32_t m) {
     alignas(64) float acc[128 * BATCH];
     alignas(64) x_block x[BATCH];
@@ -84,7 +87,7 @@ static INLINE void walk_rows(const matmul_args *a, const form f, void (*add)(con
     const size_t ahead = (AHEAD + block_bytes - 1) / block_bytes * block_bytes;
     for (uint32_t i = 0; i < m; i++) x_at[i] = x_row_of(a, row + i) * a->x.ld;
     memset(acc, 0, sizeof *acc * a->n_groups * 16 * m);
-    piece p = {.args = a, .head = a->stripe, .block = a->stripe, .row = row, .m = m, .x = x};
+    chunk p = {.args = a, .head = a->stripe, .block = a->stripe, .row = row, .m = m, .x = x};
     for (uint32_t block = 0; block < a->n_blocks; block++) {
         p.column = block * 32;
         if (block % 8 == 0) {
@@ -95,7 +98,7 @@ static INLINE void walk_rows(const matmul_args *a, const form f, void (*add)(con
         for (uint32_t i = 0; f.bias >= 0 && i < m; i++) pack(&a->x, x_at[i] + block * 32, f, x + i);
         for (p.group = a->first; p.group < end; p.group += 2) {
             fetch(p.block + p.group * f.block, 2 * f.block, ahead);
-#pragma GCC unroll 4 /* so many with AVX2: rows become fixed distances */
+#pragma GCC unroll 4 /* all chunks with AVX2, so that offsets of rows are constants */
             for (p.lane = 0; p.lane < 32; p.lane += f.chunk) {
                 p.acc = acc + ((p.group - a->first) * 16 + p.lane) * m;
                 add(&p);
@@ -106,8 +109,8 @@ static INLINE void walk_rows(const matmul_args *a, const form f, void (*add)(con
     store_rows(a, row, m, f.chunk, acc);
 }
 
-/* One row alone has code of its own, in which what a block has of it stays in registers. */
-static INLINE void walk(const matmul_args *a, const form f, void (*add)(const piece *)) {
+/* A single row has its own instance of the code, which keeps its packed block in registers. */
+static INLINE void walk(const matmul_args *a, const form f, void (*add)(const chunk *)) {
     if (a->m == 1) {
         walk_rows(a, f, add, 0, 1);
         return;
@@ -121,19 +124,19 @@ static INLINE void walk(const matmul_args *a, const form f, void (*add)(const pi
 
 enum { CHUNK = UNITS * LANES };
 
-/* The first code bytes of the chunk's unit u, where a group's codes take `group_bytes`. */
-static INLINE const uint8_t *unit_codes(const piece *p, const uint8_t *codes, uint32_t u,
+/* The first codes of unit u of the chunk; group_bytes: bytes of a group's codes. */
+static INLINE const uint8_t *unit_codes(const chunk *p, const uint8_t *codes, uint32_t u,
                                         size_t group_bytes) {
     const uint32_t lane = p->lane + u * LANES;
     return codes + (p->group + lane / 16) * group_bytes + lane % 16 * 4;
 }
 
-/* Its first row in the stripe. */
-static INLINE size_t unit_row(const piece *p, uint32_t u) {
+/* The first row of unit u in the stripe. */
+static INLINE size_t unit_row(const chunk *p, uint32_t u) {
     return p->group * 16 + p->lane + u * LANES;
 }
 
-static INLINE void nibbles(const piece *p, vi w[UNITS][8]) {
+static INLINE void nibbles(const chunk *p, vi w[UNITS][8]) {
     for (uint32_t u = 0; u < UNITS; u++) {
         const uint8_t *unit = unit_codes(p, p->block, u, 256);
         for (int v = 0; v < 4; v++) {
@@ -144,8 +147,9 @@ static INLINE void nibbles(const piece *p, vi w[UNITS][8]) {
     }
 }
 
-/* acc = fma((float)isum, d * x.scale, acc); with m: then acc = fma(m, x.scaled_sum, acc). */
-static INLINE void add_rows(const piece *p, dot_fn dot, const vi w[UNITS][8], const vf d[UNITS],
+/* acc = fma((float)isum, d * x.scale, acc); then, unless m is NULL,
+ * acc = fma(m, x.scaled_sum, acc). */
+static INLINE void add_rows(const chunk *p, dot_fn dot, const vi w[UNITS][8], const vf d[UNITS],
                             const vf m[UNITS]) {
 #pragma GCC unroll 2
     for (uint32_t i = 0; i < p->m; i++) {
@@ -162,11 +166,11 @@ static INLINE void add_rows(const piece *p, dot_fn dot, const vi w[UNITS][8], co
     }
 }
 
-static INLINE void load_halves(const piece *p, const uint8_t *halves, vf out[UNITS]) {
+static INLINE void load_halves(const chunk *p, const uint8_t *halves, vf out[UNITS]) {
     for (uint32_t u = 0; u < UNITS; u++) out[u] = f_of_f16(halves + unit_row(p, u) * 2);
 }
 
-static INLINE void add_q4(const piece *p, int has_m) {
+static INLINE void add_q4(const chunk *p, int has_m) {
     const size_t rows = (size_t)p->args->stripe_groups * 16;
     const uint8_t *scales = p->block + rows * 16;
     vi w[UNITS][8];
@@ -177,7 +181,7 @@ static INLINE void add_q4(const piece *p, int has_m) {
     add_rows(p, dot_nibbles, w, d, has_m ? m : NULL);
 }
 
-static INLINE void add_q8(const piece *p, int has_m) {
+static INLINE void add_q8(const chunk *p, int has_m) {
     const size_t rows = (size_t)p->args->stripe_groups * 16;
     const uint8_t *scales = p->block + rows * 32;
     vi w[UNITS][8];
@@ -191,20 +195,20 @@ static INLINE void add_q8(const piece *p, int has_m) {
     add_rows(p, dot_bytes, w, d, has_m ? m : NULL);
 }
 
-static INLINE void add_q4_0(const piece *p) {
+static INLINE void add_q4_0(const chunk *p) {
     add_q4(p, 0);
 }
-static INLINE void add_q4_1(const piece *p) {
+static INLINE void add_q4_1(const chunk *p) {
     add_q4(p, 1);
 }
-static INLINE void add_q8_0(const piece *p) {
+static INLINE void add_q8_0(const chunk *p) {
     add_q8(p, 0);
 }
-static INLINE void add_q8_1(const piece *p) {
+static INLINE void add_q8_1(const chunk *p) {
     add_q8(p, 1);
 }
 
-static INLINE void add_q4_k(const piece *p) {
+static INLINE void add_q4_k(const chunk *p) {
     const size_t rows = (size_t)p->args->stripe_groups * 16;
     const uint8_t *scales = p->block + rows * 16;
     vi w[UNITS][8];
@@ -220,7 +224,7 @@ static INLINE void add_q4_k(const piece *p) {
     add_rows(p, dot_nibbles, w, d, m);
 }
 
-static INLINE void six_bits(const piece *p, vi w[UNITS][8]) {
+static INLINE void six_bits(const chunk *p, vi w[UNITS][8]) {
     const uint8_t *pairs = p->block + (size_t)p->args->stripe_groups * 256;
     nibbles(p, w);
     for (uint32_t u = 0; u < UNITS; u++) {
@@ -234,7 +238,7 @@ static INLINE void six_bits(const piece *p, vi w[UNITS][8]) {
     }
 }
 
-static INLINE void add_q6_k(const piece *p) {
+static INLINE void add_q6_k(const chunk *p) {
     const size_t rows = (size_t)p->args->stripe_groups * 16;
     const uint8_t *scales = p->block + rows * 24;
     vi w[UNITS][8];
@@ -265,13 +269,13 @@ static INLINE void add_q6_k(const piece *p) {
 
 enum { FLOAT_CHUNK = 2 * LANES };
 
-static INLINE const uint8_t *float_unit(const piece *p, uint32_t u, uint32_t bytes) {
+static INLINE const uint8_t *float_unit(const chunk *p, uint32_t u, uint32_t bytes) {
     const uint32_t lane = p->lane + u * LANES;
     return p->block + ((p->group + lane / 16) * 512 + lane % 16) * bytes;
 }
 
-/* n rows of x from the piece's row i on; acc = fma(w, x, acc) column by column. */
-static INLINE void add_float_rows(const piece *p, vf (*widen)(const uint8_t *), uint32_t bytes,
+/* acc = fma(w, x, acc) column by column, for n rows of x from p->row + i on. */
+static INLINE void add_float_rows(const chunk *p, vf (*widen)(const uint8_t *), uint32_t bytes,
                                   uint32_t i, const uint32_t n) {
     const uint8_t *w0 = float_unit(p, 0, bytes), *w1 = float_unit(p, 1, bytes);
     float *acc = p->acc + (size_t)i * FLOAT_CHUNK;
@@ -294,7 +298,7 @@ static INLINE void add_float_rows(const piece *p, vf (*widen)(const uint8_t *), 
     }
 }
 
-static INLINE void add_floats(const piece *p, vf (*widen)(const uint8_t *), uint32_t bytes) {
+static INLINE void add_floats(const chunk *p, vf (*widen)(const uint8_t *), uint32_t bytes) {
     uint32_t i = 0;
     for (; i + 4 <= p->m; i += 4) add_float_rows(p, widen, bytes, i, 4);
     if (p->m - i == 3) add_float_rows(p, widen, bytes, i, 3);
@@ -302,13 +306,13 @@ static INLINE void add_floats(const piece *p, vf (*widen)(const uint8_t *), uint
     if (p->m - i == 1) add_float_rows(p, widen, bytes, i, 1);
 }
 
-static INLINE void add_f32(const piece *p) {
+static INLINE void add_f32(const chunk *p) {
     add_floats(p, f_of_f32, 4);
 }
-static INLINE void add_f16(const piece *p) {
+static INLINE void add_f16(const chunk *p) {
     add_floats(p, f_of_f16, 2);
 }
-static INLINE void add_bf16(const piece *p) {
+static INLINE void add_bf16(const chunk *p) {
     add_floats(p, f_of_bf16, 2);
 }
 

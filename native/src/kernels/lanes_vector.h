@@ -1,14 +1,12 @@
-/* Norms, activations and softmax in vectors of LANES values, for the instruction set that includes
- * this.
+/* Norms, activations and softmax in vectors of LANES floats; see lanes.h.
  *
- * "Lane i" of the contract is the index modulo 16, so sums are kept in PARTS vectors that make
- * up 16. */
+ * A lane of kernels.h is an index modulo 16, so 16-lane sums are kept in PARTS vectors. */
 
 enum { PARTS = 16 / LANES };
 
-/* See exponential() in scalar.c: the same operations. */
+/* The same operations as exponential() in scalar.c. */
 static INLINE vf f_exp(vf x) {
-    x = f_max(f_set1(-104.0f), x); /* in this order a NaN passes */
+    x = f_max(f_set1(-104.0f), x); /* this order of operands keeps a NaN */
     x = f_min(f_set1(89.0f), x);
     const vf shifted = f_fma(x, f_set1(0x1.715476p+0f), f_set1(0x1.8p+23f));
     const vf k = shifted - f_set1(0x1.8p+23f);
@@ -24,8 +22,8 @@ static INLINE vf f_exp(vf x) {
     return times_power_of_2(p, k, shifted);
 }
 
-/* One block of 32: see quantize_block() in scalar.c. No code needs clamping: |x| * (127 / amax)
- * rounds to less than 127.5. */
+/* The same operations as quantize_block() in scalar.c, without clamping: |x| * (127 / amax) is less
+ * than 127.5 after rounding. */
 static INLINE void quantize_block(const float *x, int8_t *q, float *scale, int32_t *sum) {
     vi largest = f_magnitude(f_load(x));
     for (int i = LANES; i < 32; i += LANES) largest = i_max(largest, f_magnitude(f_load(x + i)));
@@ -51,7 +49,7 @@ static void quantize(const float *x, uint32_t n, int8_t *q, float *scale, int32_
     for (uint32_t i = 0; i < n; i += 32) quantize_block(x + i, q + i, scale + i / 32, sum + i / 16);
 }
 
-/* Elements of a vector at i that exist: f_load_n and f_store_n take LANES or more as all. */
+/* Number of elements from i on; f_load_n and f_store_n treat LANES and more as a full vector. */
 static INLINE uint32_t left(uint32_t n, uint32_t i) {
     return n > i ? n - i : 0;
 }
@@ -93,7 +91,7 @@ static INLINE vf gelu_tanh(vf v) {
     return v / (f_set1(1.0f) + f_exp(t * f_set1(-0x1.988454p+0f)));
 }
 
-/* libm's erff, lane by lane: every instruction set has the same one. */
+/* libm's erff, lane by lane, so that every instruction set has the same bits. */
 static INLINE vf gelu_erf(vf v) {
     float lanes[LANES];
     f_store(lanes, v * f_set1(0x1.6a09e6p-1f));

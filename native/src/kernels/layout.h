@@ -1,7 +1,8 @@
-/* The bit layout of a stripe (docs/format.md), read one value at a time.
+/* The bit layout of a stripe (docs/format.md), one value at a time: for scalar.c and the
+ * dequantiser.
  *
- * For the plain readers only: the instruction set files have their own wide loads. G is the groups
- * of 16 rows in the stripe; row counts from the stripe's first, col from the block's first column.
+ * `groups` is the number of groups of 16 rows in the stripe. Rows count from the stripe's first
+ * row, columns from the first column of their quant block.
  */
 #ifndef CFLOW_LAYOUT_H
 #define CFLOW_LAYOUT_H
@@ -11,8 +12,8 @@
 #include "../kernels.h"
 
 typedef struct {
-    uint32_t head;  /* bytes a group at the start of each tile */
-    uint32_t block; /* bytes a group in a block */
+    uint32_t head;  /* bytes of a group at the start of each tile */
+    uint32_t block; /* bytes of a group in each quant block */
 } encoding_size;
 
 static inline encoding_size encoding_bytes(uint32_t encoding) {
@@ -29,8 +30,7 @@ static inline uint64_t tile_bytes(uint32_t encoding, uint32_t groups) {
     return (uint64_t)groups * (size.head + 8 * size.block);
 }
 
-/* Where block `block` of a stripe begins; its tile's head begins tile_head bytes into the stripe.
- */
+/* Offsets in a stripe: of the tile that holds quant block `block`, and of the block itself. */
 static inline uint64_t tile_head(uint32_t encoding, uint32_t groups, uint32_t block) {
     return block / 8 * tile_bytes(encoding, groups);
 }
@@ -57,7 +57,7 @@ static inline float widen_f16(uint16_t half) {
     if (exponent == 0) { /* zero and the subnormals: fraction * 2^-24, exact */
         return float_of_bits(sign | bits_of_float((float)fraction * 0x1p-24f));
     }
-    if (exponent == 31) { /* a NaN comes out quiet, as the hardware does it */
+    if (exponent == 31) { /* a NaN becomes quiet, as in hardware */
         return float_of_bits(sign | 0x7f800000 | fraction << 13 | (fraction ? 0x400000 : 0));
     }
     return float_of_bits(sign | (exponent + 112) << 23 | fraction << 13);
@@ -80,16 +80,18 @@ static inline float f32_at(const uint8_t *base, size_t index) {
     return value;
 }
 
-/* 8-bit code: byte 64 j + 4 r + c of the group is column 4 j + c. */
+/* 8-bit code: byte 64 j + 4 r + c of a group is row r, column 4 j + c. */
 static inline int code8(const uint8_t *codes, uint32_t row, uint32_t col) {
     return codes[row / 16 * 512 + col / 4 * 64 + row % 16 * 4 + col % 4];
 }
-/* 4-bit code: byte 64 v + 4 r + c has column 8 v + c low and 8 v + 4 + c high. */
+/* 4-bit code: byte 64 v + 4 r + c of a group has column 8 v + c in its low half, 8 v + 4 + c in its
+ * high half. */
 static inline int code4(const uint8_t *codes, uint32_t row, uint32_t col) {
     const uint8_t byte = codes[row / 16 * 256 + col / 8 * 64 + row % 16 * 4 + col % 4];
     return col % 8 < 4 ? byte & 15 : byte >> 4;
 }
-/* Upper two bits of a 6-bit code: byte 64 u + 4 r + c, bits 2 k, is column 16 u + 4 k + c. */
+/* Upper two bits of a 6-bit code: byte 64 u + 4 r + c of a group, bits 2 k and 2 k + 1, is column
+ * 16 u + 4 k + c. */
 static inline int code2(const uint8_t *pairs, uint32_t row, uint32_t col) {
     const uint8_t byte = pairs[row / 16 * 128 + col / 16 * 64 + row % 16 * 4 + col % 4];
     return byte >> (col % 16 / 4 * 2) & 3;
@@ -97,7 +99,7 @@ static inline int code2(const uint8_t *pairs, uint32_t row, uint32_t col) {
 static inline int code6(const uint8_t *block, uint32_t groups, uint32_t row, uint32_t col) {
     return code4(block, row, col) | code2(block + groups * 256, row, col) << 4;
 }
-/* Where a plain value of a float form lies, in values. */
+/* Index of a value of a float form in its block. */
 static inline size_t float_index(uint32_t row, uint32_t col) {
     return row / 16 * 512 + col * 16 + row % 16;
 }

@@ -1,22 +1,21 @@
-/* The reference: every entry of the table as a plain loop over its definition in kernels.h.
- *
- * The other instruction sets are tested against this file bit for bit, so clarity comes first here.
- */
+/* The reference: every entry of the table as a plain loop that follows its definition in kernels.h.
+ * The other instruction sets are tested against it bit for bit, so it is written for clarity. */
 #include <math.h>
 
 #include "layout.h"
 
 /* ---- matmul ---------------------------------------------------------------------------------- */
 
-/* One output and one block of 32 columns. */
+/* One output and one quant block. */
 typedef struct {
-    const uint8_t *head, *block; /* the tile's head, the block */
-    uint32_t groups, row;        /* groups of the stripe, row in the stripe */
+    const uint8_t *head, *block; /* first bytes of the tile and of the block */
+    uint32_t groups, row;        /* of the stripe; the output's row in it */
     const activations *x;
     size_t x_row;
-    uint32_t column; /* the block's first */
+    uint32_t column; /* the block's first column in the matrix */
 } cell;
 
+/* Returns acc plus the cell's products, added as kernels.h says. */
 typedef float (*cell_fn)(const cell *, float acc);
 
 static float x_float(const cell *c, uint32_t col) {
@@ -179,7 +178,7 @@ static void matmul_q6_k(const matmul_args *a) {
 /* ---- vectors --------------------------------------------------------------------------------- */
 
 static void quantize_block(const float *x, int8_t *q, float *scale, int32_t *sum) {
-    uint32_t largest = 0; /* bits of max |x|: they sort like the values, NaN above infinity */
+    uint32_t largest = 0; /* bits of max |x|; they sort like the values, NaN above infinity */
     for (int i = 0; i < 32; i++) {
         const uint32_t bits = bits_of_float(x[i]) & 0x7fffffff;
         if (bits > largest) largest = bits;
@@ -227,12 +226,12 @@ static void add_scaled(const float *x, const float *t, float s, uint32_t n, floa
     for (uint32_t i = 0; i < n; i++) y[i] = fmaf(s, t[i], x[i]);
 }
 
-/* exp(x) = 2^k exp(r), |r| <= ln 2 / 2; exp(r) = 1 + r + r^2 q(r), q the minimax polynomial of
- * degree 4 (3e-9). Adding 1.5 * 2^23 rounds x / ln 2 to k, half to even, and leaves k in the low
- * bits. 2^k goes on in two factors, so that subnormal results round once and overflow becomes
- * infinity. */
+/* exp(x) = 2^k exp(r), |r| <= ln 2 / 2; exp(r) = 1 + r + r^2 q(r), where q is the minimax
+ * polynomial of degree 4 (error 3e-9). Adding 1.5 * 2^23 rounds x / ln 2 to k, half to even, and
+ * leaves k in the low bits. 2^k is multiplied in two factors, so that subnormal results are rounded
+ * once and overflow gives infinity. */
 static float exponential(float x) {
-    x = -104.0f > x ? -104.0f : x; /* in this order a NaN passes */
+    x = -104.0f > x ? -104.0f : x; /* this order of operands keeps a NaN */
     x = 89.0f < x ? 89.0f : x;
     const float shifted = fmaf(x, 0x1.715476p+0f, 0x1.8p+23f);
     const float k = shifted - 0x1.8p+23f;
@@ -306,7 +305,8 @@ static size_t kv_value_bytes(cflow_kv_type type) {
     return type == CFLOW_KV_F32 ? 4 : type == CFLOW_KV_Q8 ? 1 : 2;
 }
 
-/* w (32,): exp(score - m), 0 outside [first, end). Moves m on and returns exp(old m - new m). */
+/* w (32,): exp(score - m), 0 for positions outside [first, end). Updates m and returns exp(old m -
+ * new m). */
 static float weigh(const attend_args *a, const float *q, uint32_t start, float *w, float *m) {
     const uint8_t *block = a->blocks[start / 32];
     const uint8_t *k_scales = block + (size_t)a->head_dim * 64;
