@@ -10,7 +10,9 @@
 
 typedef unsigned long long ull;
 
-/* Far above any model, low enough that sums and products of them fit their types. */
+/* Limits: far above any model, and low enough that sums and products of such numbers do not
+ * overflow.
+ */
 enum {
     MAX_LAYERS = 1024,
     MAX_WIDTH = 1 << 20,
@@ -22,13 +24,13 @@ static const uint64_t max_file_bytes = 1ull << 50, max_small_section = 1ull << 2
 
 _Static_assert(sizeof(cflow_header) == 4096 && sizeof(cflow_layer) == 192, "file records");
 _Static_assert(sizeof(cflow_tensor) == 48 && sizeof(cflow_record) == 32, "file records");
-_Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "file records are read as they lie");
+_Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "file records are read as they are");
 
 /* ---- single fields ---- */
 
-typedef struct {
+typedef struct { /* a uint32_t field and its range */
     const char *name;
-    size_t at;
+    size_t at; /* offset in the struct */
     uint32_t low, high;
 } count_rule;
 
@@ -44,7 +46,7 @@ static cflow_status check_counts(const char *where, const void *record, const co
     return CFLOW_OK;
 }
 
-/* Finite and at least `low`; FLT_MIN stands for "above 0". */
+/* Must be finite and at least `low`; FLT_MIN means above 0. */
 static cflow_status check_float(const char *where, const char *name, float got, float low,
                                 cflow_error *err) {
     if (got >= low && got <= FLT_MAX) return CFLOW_OK;
@@ -90,13 +92,14 @@ static cflow_status check_place(const cflow_header *h, uint32_t i, cflow_error *
         return fail(err, CFLOW_EFORMAT, "section %s: offset %llu is not a multiple of %d", name,
                     (ull)s->offset, PAGE);
     if (s->bytes && s->offset < PAGE)
-        return fail(err, CFLOW_EFORMAT, "section %s lies over the header, at %llu", name,
+        return fail(err, CFLOW_EFORMAT, "section %s overlaps the header: it begins at %llu", name,
                     (ull)s->offset);
     if (s->offset > h->file_bytes || s->bytes > h->file_bytes - s->offset)
-        return fail(err, CFLOW_EFORMAT, "section %s: %llu bytes at %llu leave the file's %llu",
-                    name, (ull)s->bytes, (ull)s->offset, (ull)h->file_bytes);
+        return fail(err, CFLOW_EFORMAT,
+                    "section %s: %llu bytes at %llu exceed the file's %llu bytes", name,
+                    (ull)s->bytes, (ull)s->offset, (ull)h->file_bytes);
     if (!section_is_bank(i) && s->bytes > max_small_section)
-        return fail(err, CFLOW_EFORMAT, "section %s: %llu bytes; at most %llu are allowed", name,
+        return fail(err, CFLOW_EFORMAT, "section %s has %llu bytes; at most %llu are allowed", name,
                     (ull)s->bytes, (ull)max_small_section);
     return check_zero(name, &s->reserved, sizeof s->reserved, err);
 }
@@ -118,7 +121,7 @@ static cflow_status check_overlap(const cflow_header *h, uint32_t i, cflow_error
 static cflow_status check_size(const cflow_header *h, uint32_t i, uint64_t want, const char *why,
                                cflow_error *err) {
     if (h->sections[i].bytes == want) return CFLOW_OK;
-    return fail(err, CFLOW_EFORMAT, "section %s has %llu bytes, %s take %llu", section_name(i),
+    return fail(err, CFLOW_EFORMAT, "section %s has %llu bytes, but %s take %llu", section_name(i),
                 (ull)h->sections[i].bytes, why, (ull)want);
 }
 
@@ -141,7 +144,8 @@ static cflow_status check_sections(const cflow_header *h, cflow_error *err) {
                        "the resident bank's checksums", err);
     if (!s) s = check_size(h, CFLOW_N_SECTIONS - 1, 0, "unused ones", err);
     if (!s && h->sections[CFLOW_SECTION_EXPERT_BANK].bytes % RECORD_ALIGN)
-        s = fail(err, CFLOW_EFORMAT, "expert bank: %llu bytes are not a multiple of %d",
+        s = fail(err, CFLOW_EFORMAT,
+                 "section expert bank has %llu bytes, which is not a multiple of %d",
                  (ull)h->sections[CFLOW_SECTION_EXPERT_BANK].bytes, RECORD_ALIGN);
     if (!s && !h->sections[CFLOW_SECTION_METADATA].bytes)
         s = fail(err, CFLOW_EFORMAT, "section metadata is empty");
@@ -153,18 +157,20 @@ static cflow_status check_sections(const cflow_header *h, cflow_error *err) {
 static cflow_status check_identity(const cflow_header *h, cflow_error *err) {
     static const char magic[8] = {'c', 'f', 'l', 'o', 'w', '\r', '\n', '\x1a'};
     if (memcmp(h->magic, magic, sizeof magic))
-        return fail(err, CFLOW_EFORMAT, "not a cflow model file: it does not begin with its magic");
+        return fail(err, CFLOW_EFORMAT,
+                    "not a cflow model file: it does not begin with the magic \"cflow\"");
     if (h->version != CFLOW_VERSION)
         return fail(err, CFLOW_EUNSUPPORTED, "file version %u; this build reads version %d",
                     h->version, CFLOW_VERSION);
     const uint32_t crc = cflow_crc32c(0, h, offsetof(cflow_header, crc));
     if (crc != h->crc)
-        return fail(err, CFLOW_EFORMAT, "header: checksum is %08x, the file says %08x", crc,
+        return fail(err, CFLOW_EFORMAT,
+                    "header: checksum is %08x, but the file says %08x: its bytes were altered", crc,
                     h->crc);
     return CFLOW_OK;
 }
 
-/* Bytes a file must have: all of them, or those up to the last small section. */
+/* The size that a file must have: all of it, or up to the end of its last small section. */
 static uint64_t needed_bytes(const cflow_header *h, int header_only) {
     if (!header_only) return h->file_bytes;
     uint64_t end = sizeof *h;
@@ -180,10 +186,10 @@ static cflow_status check_file_size(const cflow_header *h, uint64_t bytes, int h
                                     cflow_error *err) {
     const uint64_t needed = needed_bytes(h, header_only);
     if (bytes < needed)
-        return fail(err, CFLOW_EFORMAT, "file is truncated: %llu bytes, its header says %llu",
+        return fail(err, CFLOW_EFORMAT, "the file is truncated: %llu bytes, its header says %llu",
                     (ull)bytes, (ull)needed);
     if (bytes > needed && !header_only)
-        return fail(err, CFLOW_EFORMAT, "file has %llu bytes, its header says %llu", (ull)bytes,
+        return fail(err, CFLOW_EFORMAT, "the file has %llu bytes, its header says %llu", (ull)bytes,
                     (ull)needed);
     return CFLOW_OK;
 }
@@ -264,11 +270,12 @@ static const count_rule expert_rules[] = {
 
 static cflow_status check_heads(const char *where, const cflow_layer *l, cflow_error *err) {
     if (l->n_heads % l->n_kv_heads)
-        return fail(err, CFLOW_EFORMAT, "%s: %u heads do not divide among %u KV heads", where,
-                    l->n_heads, l->n_kv_heads);
+        return fail(err, CFLOW_EFORMAT,
+                    "%s: n_heads is %u; it must be a multiple of n_kv_heads, %u", where, l->n_heads,
+                    l->n_kv_heads);
     if ((uint64_t)l->n_heads * l->head_dim > MAX_WIDTH)
-        return fail(err, CFLOW_EFORMAT, "%s: %u heads of %u are wider than %d", where, l->n_heads,
-                    l->head_dim, MAX_WIDTH);
+        return fail(err, CFLOW_EFORMAT, "%s: %u heads of %u dimensions are wider than %d", where,
+                    l->n_heads, l->head_dim, MAX_WIDTH);
     return check_float(where, "attention_scale", l->attention_scale, FLT_MIN, err);
 }
 
@@ -285,22 +292,23 @@ static cflow_status check_rope(const char *where, const cflow_layer *l, cflow_er
     if (!s) s = check_float(where, "rope_high_freq", l->rope_high_freq, FLT_MIN, err);
     if (!s && (l->rope_high_freq <= l->rope_low_freq || !l->rope_original_context))
         s = fail(err, CFLOW_EFORMAT,
-                 "%s: rope_high_freq %g must exceed rope_low_freq %g, rope_original_context be set",
+                 "%s: rope_high_freq %g must exceed rope_low_freq %g, and rope_original_context be "
+                 "above 0",
                  where, (double)l->rope_high_freq, (double)l->rope_low_freq);
     return s;
 }
 
 static cflow_status check_experts(const char *where, const cflow_layer *l, cflow_error *err) {
     if (!l->n_experts && (l->d_shared || l->shared_gate))
-        return fail(err, CFLOW_EFORMAT, "%s: a shared expert without experts", where);
+        return fail(err, CFLOW_EFORMAT, "%s: it has a shared expert but no experts", where);
     if (!l->n_experts) return CFLOW_OK;
     if (l->shared_gate && !l->d_shared)
-        return fail(err, CFLOW_EFORMAT, "%s: a shared expert's gate without a shared expert",
-                    where);
+        return fail(err, CFLOW_EFORMAT, "%s: shared_gate is 1, but it has no shared expert", where);
     cflow_status s =
         check_counts(where, l, expert_rules, sizeof expert_rules / sizeof *expert_rules, err);
     if (!s && l->top_k > l->n_experts)
-        s = fail(err, CFLOW_EFORMAT, "%s: top_k %u of %u experts", where, l->top_k, l->n_experts);
+        s = fail(err, CFLOW_EFORMAT, "%s: top_k is %u, but there are %u experts", where, l->top_k,
+                 l->n_experts);
     if (!s) s = check_float(where, "expert_scale", l->expert_scale, FLT_MIN, err);
     return s;
 }
@@ -312,7 +320,8 @@ cflow_status check_layer(const cflow_header *h, const cflow_layer *l, uint32_t i
     cflow_status s =
         check_counts(where, l, layer_rules, sizeof layer_rules / sizeof *layer_rules, err);
     if (!s && l->block >= h->n_blocks)
-        s = fail(err, CFLOW_EFORMAT, "%s: block %u of %u", where, l->block, h->n_blocks);
+        s = fail(err, CFLOW_EFORMAT, "%s: block is %u, but there are %u", where, l->block,
+                 h->n_blocks);
     if (!s) s = check_heads(where, l, err);
     if (!s) s = check_rope(where, l, err);
     if (!s) s = check_experts(where, l, err);
@@ -330,20 +339,22 @@ cflow_status check_token_bytes(const cflow_header *h, const uint8_t *section, ui
     uint32_t n = 0, end = 0;
     if (bytes >= sizeof n) memcpy(&n, section, sizeof n);
     if (n != h->n_tokens)
-        return fail(err, CFLOW_EFORMAT, "token bytes: %u tokens, the header says %u", n,
+        return fail(err, CFLOW_EFORMAT, "token bytes: %u tokens, but the header says %u", n,
                     h->n_tokens);
     const uint64_t table = sizeof n + (uint64_t)n * (sizeof end + 1);
     if (bytes < table)
-        return fail(err, CFLOW_EFORMAT, "token bytes: %llu bytes, %u tokens take %llu and more",
+        return fail(err, CFLOW_EFORMAT, "token bytes: %llu bytes, but %u tokens take %llu or more",
                     (ull)bytes, n, (ull)table);
     for (uint32_t i = 0, before = 0; i < n; i++, before = end) {
         memcpy(&end, section + sizeof n + i * sizeof end, sizeof end);
         if (end < before || end > bytes - table)
-            return fail(err, CFLOW_EFORMAT, "token bytes: token %u ends at %u, after %u of %llu", i,
-                        end, before, (ull)(bytes - table));
+            return fail(err, CFLOW_EFORMAT,
+                        "token bytes: token %u ends at %u; it must end between %u and %llu", i, end,
+                        before, (ull)(bytes - table));
     }
     if (end != bytes - table)
-        return fail(err, CFLOW_EFORMAT, "token bytes: the last token ends at %u of %llu", end,
+        return fail(err, CFLOW_EFORMAT,
+                    "token bytes: the last token ends at %u, but there are %llu bytes", end,
                     (ull)(bytes - table));
     return CFLOW_OK;
 }

@@ -19,22 +19,22 @@ enum {
 
 typedef struct {          /* an expert that some row chose, in one layer */
     uint32_t record;      /* in model->records */
-    uint32_t first, n;    /* its rows and slots in groups */
+    uint32_t first, n;    /* its rows and outputs in groups */
     const uint8_t *bytes; /* of its record, once it has come */
     int is_missed;
 } active_expert;
 
-/* Which rows chose which expert, for one layer. Slot row * top_k + rank holds what that choice
- * yields. The experts lie in the order in which they run: those up to n_done are through, up to
- * n_gated they are in OP_EXPERT_DOWN, up to n_ready in OP_EXPERT_GATED, the others wait for their
- * records. */
+/* Which rows chose which expert, for one layer. Output row * top_k + rank is that of the row's
+ * expert of that rank. The experts are in the order in which they run: those before n_done are
+ * done, before n_gated in OP_EXPERT_DOWN, before n_ready in OP_EXPERT_GATED; the others wait for
+ * their records. */
 typedef struct {
     active_expert *experts; /* (n_active,) */
     uint32_t n_done, n_gated, n_ready, n_active;
     int is_demanded;
-    int32_t *rows;  /* (chosen,) by expert, then by row */
-    int32_t *slots; /* (chosen,) */
-    float *weights; /* by row and rank: 0 where the record could not be read */
+    int32_t *rows;    /* (chosen,) by expert, then by row */
+    int32_t *outputs; /* (chosen,) */
+    float *weights;   /* by row and rank: 0 where the record could not be read */
     size_t weights_ld;
 } groups;
 

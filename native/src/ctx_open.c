@@ -40,7 +40,7 @@ static void lay_buffer(cflow_ctx *ctx, layout *l, buffer *b, uint32_t width, uin
         const groups lists = {
             .experts = take(l, n_experts, sizeof(active_expert)),
             .rows = take(l, (size_t)ctx->options.max_rows * width, sizeof(int32_t)),
-            .slots = take(l, (size_t)ctx->options.max_rows * width, sizeof(int32_t))};
+            .outputs = take(l, (size_t)ctx->options.max_rows * width, sizeof(int32_t))};
         if (g) *g = lists;
         b->groups = g;
         return;

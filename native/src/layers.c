@@ -39,14 +39,24 @@ static void charge(cflow_ctx *ctx, const layer_use *use) {
     ctx->usage[0].disk_bytes += ctx->ring->records[use->record].bytes;
 }
 
+/* 1 for the first uses of a step, whose records are demanded before it begins. */
+static int is_read_ahead(const ring *r, const layer_use *use) {
+    return use < r->uses + r->n_passing;
+}
+
+/* Waits for the record and pins it. A record that was read before the step may have failed long
+ * ago, when the disk was at fault, so it is read once more. */
+static tier_result pin_record(cflow_ctx *ctx, layer_use *use) {
+    const tier_result result = wait_for(ctx, use->record);
+    const int has_failed = result != TIER_OK && result != TIER_CANCELLED;
+    if (!has_failed || !is_read_ahead(ctx->ring, use)) return result;
+    demand(ctx->ring, use);
+    return wait_for(ctx, use->record);
+}
+
+/* Returns 0 if the step was cancelled, or the read failed and with it every row. */
 static int pin_use(cflow_ctx *ctx, layer_use *use) {
-    ring *r = ctx->ring;
-    tier_result result = wait_for(ctx, use->record);
-    if (result && result != TIER_CANCELLED && use < r->uses + r->n_passing) {
-        /* It was read ahead, maybe long ago: the disk may be well again. */
-        demand(r, use);
-        result = wait_for(ctx, use->record);
-    }
+    const tier_result result = pin_record(ctx, use);
     charge(ctx, use);
     use->is_pinned = result == TIER_OK;
     if (result == TIER_CANCELLED)

@@ -13,10 +13,11 @@
 
 enum { PIECE_BYTES = 8 * RUN_BYTES, MAX_PARTS = 3 };
 
-typedef struct {            /* of the resident bank, from a run's border on */
-    uint64_t offset, bytes; /* in the bank */
-    uint64_t n_pieces;
-    uint8_t *out;
+typedef struct {     /* a part of the resident bank that begins with a run */
+    uint64_t offset; /* in the bank */
+    uint64_t bytes;
+    uint64_t n_pieces; /* of PIECE_BYTES, the last one shorter */
+    uint8_t *out;      /* where it is loaded */
 } part;
 
 typedef struct {
@@ -24,13 +25,13 @@ typedef struct {
     file *f;
     kernels k;
     cflow_progress *progress;
-    part parts[MAX_PARTS]; /* the whole bank; or those of embedding, final norm and head */
+    part parts[MAX_PARTS]; /* the whole bank; with a ring, embedding, final norm and head */
     int n_parts;
-    uint8_t *bank;
-    uint64_t n_pieces;         /* of the parts; then come the records */
-    uint32_t n_records;        /* to read: all or none */
-    atomic_uint_fast64_t next; /* piece or record nobody has taken yet */
-    atomic_int failed;         /* the first thread to set it fills in the next two */
+    uint8_t *bank;             /* where the expert bank is loaded */
+    uint64_t n_pieces;         /* of all parts */
+    uint32_t n_records;        /* all, or 0 if there is an expert cache */
+    atomic_uint_fast64_t next; /* the next piece, or after these the next record, to be read */
+    atomic_int failed;         /* the thread that sets it fills in status and error */
     cflow_status status;
     cflow_error error;
 } loader;
@@ -44,12 +45,12 @@ static void give_up(loader *l, cflow_status status, const char *what, const cflo
     l->status = fail(&l->error, status, "%s: %.400s", what, why->text);
 }
 
-/* Reads n bytes, of which `counted` are news to who watches. */
+/* Reads n bytes, of which `counted` are added to the progress. */
 static cflow_status read_piece(loader *l, uint8_t *out, uint64_t offset, uint64_t n,
                                uint64_t counted, cflow_error *err) {
     cflow_progress *p = l->progress;
     if (p && __atomic_load_n(&p->cancel, __ATOMIC_RELAXED))
-        return fail(err, CFLOW_ECANCELLED, "cancelled");
+        return fail(err, CFLOW_ECANCELLED, "loading was cancelled");
     const cflow_status s = file_read_direct(l->f, out, offset, n, err);
     if (p && !s) __atomic_fetch_add(&p->done_bytes, counted, __ATOMIC_RELAXED);
     return s;
@@ -57,8 +58,8 @@ static cflow_status read_piece(loader *l, uint8_t *out, uint64_t offset, uint64_
 
 static cflow_status check_crc(uint32_t got, uint32_t want, cflow_error *err) {
     if (got == want) return CFLOW_OK;
-    return fail(err, CFLOW_EFORMAT, "checksum is %08x, the file says %08x: its bytes were altered",
-                got, want);
+    return fail(err, CFLOW_EFORMAT,
+                "checksum is %08x, but the file says %08x: its bytes were altered", got, want);
 }
 
 /* "resident bank, run 17 (block 3 gate)": the first tensor that has bytes there. */
@@ -76,7 +77,8 @@ static void name_run(const loader *l, uint64_t run, char out[128]) {
     snprintf(out, 128, "resident bank, run %llu (%s)", (unsigned long long)run, name);
 }
 
-/* n bytes from a run's border of the bank on, up to a run's or the bank's end. */
+/* Reads n bytes of whole runs, from offset `at` of the bank on; the bank's last run may be shorter.
+ */
 static void read_runs(loader *l, uint8_t *out, uint64_t at, uint64_t n) {
     const uint32_t *crcs = (const uint32_t *)(const void *)l->m->sections[CFLOW_SECTION_RUN_CRCS];
     const uint64_t start = bank_section(l, CFLOW_SECTION_RESIDENT)->offset + at;
@@ -143,7 +145,7 @@ static uint64_t total_bytes(const loader *l) {
     return bytes;
 }
 
-/* The part that holds a tensor of the resident bank, or NULL. */
+/* The part that contains a tensor of the resident bank, or NULL. */
 static const part *find_part(const loader *l, const cflow_tensor *t) {
     for (int i = 0; i < l->n_parts; i++) {
         const part *p = &l->parts[i];
@@ -162,13 +164,14 @@ static void place_stored(model_weights *m, const loader *l) {
     m->expert_bank = l->bank;
 }
 
-/* ---- what is left of the resident bank where layers come and go ---- */
+/* ---- vectors of layers, with a ring ---- */
 
+/* 1 for a vector outside the parts: it is copied, and the rest of its runs is not kept. */
 static int is_lone_vector(const loader *l, const cflow_tensor *t) {
     return !t->stripe_rows && !find_part(l, t);
 }
 
-/* The runs that hold a vector. */
+/* The runs that a vector is in. */
 static part vector_runs(const loader *l, const cflow_tensor *t) {
     const uint64_t end = round_up(tensor_end(t), RUN_BYTES),
                    offset = t->offset / RUN_BYTES * RUN_BYTES;
@@ -176,7 +179,7 @@ static part vector_runs(const loader *l, const cflow_tensor *t) {
     return (part){.offset = offset, .bytes = (end < limit ? end : limit) - offset};
 }
 
-/* Bytes of all vectors outside of the parts; *most: of the runs that one of them takes. */
+/* Bytes of all vectors outside the parts; *most: the most bytes of runs that a vector is in. */
 static uint64_t measure_vectors(const loader *l, uint64_t *most) {
     uint64_t bytes = 0;
     *most = 0;
@@ -211,7 +214,7 @@ static cflow_status read_vectors(model_weights *m, loader *l, uint64_t most, cfl
     return status;
 }
 
-/* ---- all of it ---- */
+/* ---- loading ---- */
 
 static void choose_parts(loader *l, const ring *r) {
     const uint64_t all = bank_section(l, CFLOW_SECTION_RESIDENT)->bytes;
@@ -239,7 +242,7 @@ static cflow_status take_memory(model_weights *m, loader *l, uint64_t vectors, c
     return CFLOW_OK;
 }
 
-/* The banks as they lie in the file, into m->memory. */
+/* Loads the banks into m->memory as they are in the file. */
 static cflow_status read_stored(model_weights *m, const ring *r, file *f,
                                 const cflow_model_options *options, pool *threads,
                                 cflow_error *err) {

@@ -1,5 +1,4 @@
-/* Mixture of experts: choosing, gathering the rows that chose the same, and the experts themselves.
- */
+/* Mixture of experts: the choice of experts, the rows of each, and their products. */
 #include "moe.h"
 
 #include <math.h>
@@ -9,9 +8,10 @@
 
 /* ---- OP_SELECT ---- */
 
-/* softmax, top k by weight (ties: smaller id), optionally divided by their sum, times expert_scale.
- * Ids and weights by rank; ranks past k have id -1 and weight 0. Logits that are not numbers choose
- * nobody: id -1 and weight NaN, so that the row's own logits show it. */
+/* Chooses the k experts with the largest softmax weights, of equals the smaller ids; their weights
+ * are divided by their sum if l->renormalise, and multiplied by expert_scale. ids, weights
+ * (top_k,): by rank, -1 and 0 past k. If the logits are NaN, no expert is chosen: id -1 and weight
+ * NaN, so that the row's logits show it. p (n_experts,): scratch. */
 static void select_row(const cflow_ctx *ctx, const cflow_layer *l, const float *logits, uint32_t k,
                        float *p, float *ids, float *weights) {
     const uint32_t n = l->n_experts;
@@ -41,14 +41,15 @@ static void select_row(const cflow_ctx *ctx, const cflow_layer *l, const float *
     }
 }
 
-/* How many experts the row chooses. */
+/* The number of experts of a row; 0 for a row that has failed. */
 static uint32_t n_chosen(const cflow_ctx *ctx, const cflow_layer *l, uint32_t row) {
     const uint32_t asked = (uint32_t)ctx->step.rows[row].n_experts;
     if (ctx->step.row_status[row]) return 0;
     return asked && asked < l->top_k ? asked : l->top_k;
 }
 
-/* A row's ranks in [first, end) are in the group: the last ones in the late one. */
+/* The ranks [first, end) of a row that belong to a group: the last ones to the late group, if the
+ * op has one (defer_experts). */
 static void find_ranks(const cflow_ctx *ctx, const op *o, uint32_t row, int is_late,
                        uint32_t *first, uint32_t *end) {
     const cflow_layer *l = model_layer(ctx->weights, (uint32_t)o->layer);
@@ -59,39 +60,64 @@ static void find_ranks(const cflow_ctx *ctx, const op *o, uint32_t row, int is_l
     *end = is_late ? l->top_k : split;
 }
 
-/* Counting sort of all (row, rank) of the group by expert. */
-static void group_rows(const cflow_ctx *ctx, const op *o, const buffer *routed, groups *g,
-                       int is_late, uint32_t *count) {
-    const uint32_t layer = (uint32_t)o->layer, n_rows = ctx->step.n_rows;
-    const cflow_layer *l = model_layer(ctx->weights, layer);
+/* The expert that a row chose at a rank, -1: none. */
+static int32_t chosen_expert(const cflow_ctx *ctx, const op *o, uint32_t row, uint32_t rank) {
+    const buffer *routed = ctx_buffer(ctx, o->out[0]);
+    return (int32_t)routed->f[row * routed->ld + rank];
+}
+
+/* count (n_experts,): how many rows of the group chose each expert. */
+static void count_rows(const cflow_ctx *ctx, const op *o, int is_late, uint32_t *count) {
+    const uint32_t n_experts = model_layer(ctx->weights, (uint32_t)o->layer)->n_experts;
     uint32_t rank, end;
-    memset(count, 0, l->n_experts * sizeof *count);
-    for (uint32_t row = 0; row < n_rows; row++)
-        for (find_ranks(ctx, o, row, is_late, &rank, &end); rank < end; rank++)
-            if (routed->f[row * routed->ld + rank] >= 0)
-                count[(uint32_t)routed->f[row * routed->ld + rank]]++;
-    uint32_t at = 0;
-    g->n_done = g->n_gated = g->n_ready = g->n_active = 0;
-    g->is_demanded = 0;
-    for (uint32_t e = 0; e < l->n_experts; e++) {
-        const uint32_t n = count[e];
-        if (!n) continue;
-        g->experts[g->n_active++] =
-            (active_expert){.record = model_record(ctx->weights, layer, e), .first = at, .n = n};
-        count[e] = at;
-        at += n;
-    }
-    for (uint32_t row = 0; row < n_rows; row++)
+    memset(count, 0, n_experts * sizeof *count);
+    for (uint32_t row = 0; row < ctx->step.n_rows; row++)
         for (find_ranks(ctx, o, row, is_late, &rank, &end); rank < end; rank++) {
-            const float id = routed->f[row * routed->ld + rank];
-            if (id < 0) continue;
-            const uint32_t i = count[(uint32_t)id]++;
-            g->rows[i] = (int32_t)row;
-            g->slots[i] = (int32_t)(row * l->top_k + rank);
+            const int32_t e = chosen_expert(ctx, o, row, rank);
+            if (e >= 0) count[e]++;
         }
 }
 
-/* Weights of late ranks go to a buffer of their own; each is 0 where the other counts. */
+/* Lists the experts that have rows. count[e] becomes the place of the first row of expert e. */
+static void list_experts(const cflow_ctx *ctx, const op *o, groups *g, uint32_t *count) {
+    const uint32_t layer = (uint32_t)o->layer;
+    uint32_t first = 0;
+    g->n_done = g->n_gated = g->n_ready = g->n_active = 0;
+    g->is_demanded = 0;
+    for (uint32_t e = 0; e < model_layer(ctx->weights, layer)->n_experts; e++) {
+        const uint32_t n = count[e];
+        if (!n) continue;
+        g->experts[g->n_active++] =
+            (active_expert){.record = model_record(ctx->weights, layer, e), .first = first, .n = n};
+        count[e] = first;
+        first += n;
+    }
+}
+
+/* Puts every choice of the group behind those of earlier rows for its expert; next[e] is the place
+ * of the next one. */
+static void place_rows(const cflow_ctx *ctx, const op *o, int is_late, groups *g, uint32_t *next) {
+    const uint32_t top_k = model_layer(ctx->weights, (uint32_t)o->layer)->top_k;
+    uint32_t rank, end;
+    for (uint32_t row = 0; row < ctx->step.n_rows; row++)
+        for (find_ranks(ctx, o, row, is_late, &rank, &end); rank < end; rank++) {
+            const int32_t e = chosen_expert(ctx, o, row, rank);
+            if (e < 0) continue;
+            g->rows[next[e]] = (int32_t)row;
+            g->outputs[next[e]] = (int32_t)(row * top_k + rank);
+            next[e]++;
+        }
+}
+
+/* Sorts the choices of the group by expert: a counting sort. scratch: (n_experts,). */
+static void group_rows(const cflow_ctx *ctx, const op *o, int is_late, groups *g,
+                       uint32_t *scratch) {
+    count_rows(ctx, o, is_late, scratch);
+    list_experts(ctx, o, g, scratch);
+    place_rows(ctx, o, is_late, g, scratch);
+}
+
+/* Moves the weights of a row's late ranks to `late`; each buffer has 0 for the other's ranks. */
 static void split_weights(const cflow_ctx *ctx, const op *o, uint32_t row, float *weights,
                           float *late) {
     uint32_t rank, end;
@@ -106,7 +132,7 @@ static void split_weights(const cflow_ctx *ctx, const op *o, uint32_t row, float
 static void make_group(cflow_ctx *ctx, const op *o, int is_late, void *scratch) {
     const buffer *weights = ctx_buffer(ctx, o->out[is_late ? 3 : 1]);
     groups *g = ctx_buffer(ctx, o->out[is_late ? 4 : 2])->groups;
-    group_rows(ctx, o, ctx_buffer(ctx, o->out[0]), g, is_late, scratch);
+    group_rows(ctx, o, is_late, g, scratch);
     g->weights = weights->f;
     g->weights_ld = weights->ld;
 }
@@ -129,14 +155,15 @@ void select_run(cflow_ctx *ctx, const op *o, int thread) {
 
 /* ---- OP_GUESS ---- */
 
-/* The experts with the most weight over all rows, the heaviest first: of the cache no more than a
- * quarter, so that guesses drive out neither each other nor what the layer itself needs. */
+/* Speculates on the experts with the largest sum of weights over all rows. At most a quarter of the
+ * cache, so that they evict neither each other nor what the layer itself needs. */
 void guess_run(cflow_ctx *ctx, const op *o, int thread) {
     const cflow_layer *l = model_layer(ctx->weights, (uint32_t)o->layer);
     const buffer *logits = ctx_buffer(ctx, o->in[0]);
     float *p = ctx_scratch(ctx, thread), *votes = p + l->n_experts;
     float *ids = votes + l->n_experts, *weights = ids + l->top_k;
-    uint32_t *records = ctx_scratch(ctx, thread), n = 0; /* p is done by then */
+    uint32_t *records = ctx_scratch(ctx, thread),
+             n = 0; /* in the place of p, which is no longer needed */
     memset(votes, 0, l->n_experts * sizeof *votes);
     for (uint32_t row = 0; row < ctx->step.n_rows; row++) {
         const uint32_t k = n_chosen(ctx, l, row);
@@ -155,7 +182,7 @@ void guess_run(cflow_ctx *ctx, const op *o, int thread) {
     tier_speculate(ctx->tier, records, n);
 }
 
-/* ---- OP_EXPERT_GATED and OP_EXPERT_DOWN: one span is one expert that is in the op ---- */
+/* ---- OP_EXPERT_GATED and OP_EXPERT_DOWN: a span for each expert that is in the op ---- */
 
 uint32_t expert_spans(const cflow_ctx *ctx, const op *o) {
     const groups *g = op_groups(ctx, o);
@@ -186,16 +213,16 @@ void expert_run(const cflow_ctx *ctx, const op *o, uint32_t index, uint32_t firs
                 int thread) {
     const groups *g = op_groups(ctx, o);
     const active_expert *e = op_expert(o, g, index);
-    const int32_t *rows = g->rows + e->first, *slots = g->slots + e->first;
+    const int32_t *rows = g->rows + e->first, *outputs = g->outputs + e->first;
     const activations x = buffer_activations(ctx_buffer(ctx, o->in[0]));
     const buffer *y = ctx_buffer(ctx, o->out[0]);
     if (o->kind == OP_EXPERT_DOWN) {
         const matrix down = op_matrix(ctx, o, e, CFLOW_EXPERT_DOWN);
-        multiply(ctx, &down, first, end, x, slots, e->n, slots, y->f + first * UNIT, y->ld);
+        multiply(ctx, &down, first, end, x, outputs, e->n, outputs, y->f + first * UNIT, y->ld);
         return;
     }
     const matrix gate = op_matrix(ctx, o, e, CFLOW_EXPERT_GATE);
     const matrix up = op_matrix(ctx, o, e, CFLOW_EXPERT_UP);
     multiply_gated(ctx, model_layer(ctx->weights, (uint32_t)o->layer), &gate, &up, first, end, x,
-                   rows, e->n, slots, y, thread);
+                   rows, e->n, outputs, y, thread);
 }

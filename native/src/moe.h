@@ -6,7 +6,7 @@
 
 void select_run(cflow_ctx *ctx, const op *o, int thread);
 void guess_run(cflow_ctx *ctx, const op *o, int thread);
-/* The experts that are in the op now; the units of the index-th of them, and units [first, end). */
+/* How many experts are in the op now; the span of the index-th of them; its units [first, end). */
 uint32_t expert_spans(const cflow_ctx *ctx, const op *o);
 span expert_span(const cflow_ctx *ctx, const op *o, uint32_t index);
 void expert_run(const cflow_ctx *ctx, const op *o, uint32_t index, uint32_t first, uint32_t end,

@@ -3,20 +3,24 @@
 #include <stdlib.h>
 
 #include "check.h"
+#include "kernels.h"
 #include "status.h"
 #include "tensors.h"
 
 typedef unsigned long long ull;
 
-/* ---- cutting ---- */
+/* ---- cutting the bank ---- */
 
+/* By start; of equals, a tensor outside the layers first. */
 static int by_start(const void *a, const void *b) {
     const segment *x = a, *y = b;
     if (x->start != y->start) return x->start < y->start ? -1 : 1;
     return (x->block != CFLOW_MODEL_LEVEL) - (y->block != CFLOW_MODEL_LEVEL);
 }
 
-/* Where blocks and tensors of no layer begin; returns how many. */
+/* Lists where weight blocks, and tensors outside the layers, begin, in rising order. Returns how
+ * many.
+ */
 static uint32_t list_cuts(const model_weights *m, segment *cuts) {
     uint32_t n = m->header.n_blocks;
     for (uint32_t b = 0; b < n; b++) cuts[b] = (segment){.start = UINT64_MAX, .block = b};
@@ -31,6 +35,8 @@ static uint32_t list_cuts(const model_weights *m, segment *cuts) {
     return n;
 }
 
+/* Makes segments of n cuts: one for each weight block, and one for each stretch of other tensors.
+ */
 static void join_cuts(ring *r, uint32_t n, uint64_t bank_bytes) {
     segment *s = r->segments;
     for (uint32_t i = 0; i < n; i++) {
@@ -45,6 +51,7 @@ static void join_cuts(ring *r, uint32_t n, uint64_t bank_bytes) {
     }
 }
 
+/* Finds the record of each tensor. */
 static cflow_status assign_tensors(ring *r, cflow_error *err) {
     const model_weights *m = r->weights;
     for (uint32_t i = 0; i < m->header.n_tensors; i++) {
@@ -57,36 +64,18 @@ static cflow_status assign_tensors(ring *r, cflow_error *err) {
         if (tensor_end(t) <= s->end) continue;
         char name[64];
         tensor_name(name, t);
-        return fail(err, CFLOW_EINVAL,
-                    "weights_memory needs blocks that lie one after the other in the file; %s, "
-                    "which ends at %llu of the resident bank, runs into what begins at %llu",
-                    name, (ull)tensor_end(t), (ull)s->end);
+        return fail(
+            err, CFLOW_EINVAL,
+            "weights_memory needs a file whose weight blocks do not overlap; %s, which ends at "
+            "%llu of the resident bank, overlaps the block that begins at %llu",
+            name, (ull)tensor_end(t), (ull)s->end);
     }
     return CFLOW_OK;
 }
 
 /* ---- checksums ---- */
 
-/* Product of two polynomials modulo CRC-32C's, in its reflected form: bit 31 is x^0. */
-static uint32_t multiply_modulo(uint32_t a, uint32_t b) {
-    uint32_t product = 0;
-    for (; a; a <<= 1) {
-        if (a >> 31) product ^= b;
-        b = b & 1 ? b >> 1 ^ 0x82f63b78u : b >> 1;
-    }
-    return product;
-}
-
-/* The CRC of two pieces one after the other, from theirs: the first one's times x^(8 bytes). */
-static uint32_t join_crcs(uint32_t first, uint32_t second, uint64_t bytes) {
-    uint32_t power = 1u << 23; /* x^8 */
-    for (; bytes; bytes >>= 1) {
-        if (bytes & 1) first = multiply_modulo(power, first);
-        power = multiply_modulo(power, power);
-    }
-    return first ^ second;
-}
-
+/* Its checksum is joined from those of its runs and of the zeros that pad it. */
 static tier_record make_record(const model_weights *m, const segment *s) {
     static const uint8_t padding[FILE_PAGE];
     const uint32_t *crcs = (const uint32_t *)(const void *)m->sections[CFLOW_SECTION_RUN_CRCS];
@@ -95,11 +84,11 @@ static tier_record make_record(const model_weights *m, const segment *s) {
     uint32_t crc = 0;
     for (uint64_t done = 0; done < bytes; done += RUN_BYTES) {
         const uint64_t n = bytes - done < RUN_BYTES ? bytes - done : RUN_BYTES;
-        crc = join_crcs(crc, crcs[(s->start + done) / RUN_BYTES], n);
+        crc = crc_join(crc, crcs[(s->start + done) / RUN_BYTES], n);
     }
     const uint32_t zeros = cflow_crc32c(0, padding, padded - bytes);
     return (tier_record){
-        .offset = bank + s->start, .bytes = padded, .crc = join_crcs(crc, zeros, padded - bytes)};
+        .offset = bank + s->start, .bytes = padded, .crc = crc_join(crc, zeros, padded - bytes)};
 }
 
 static void make_records(ring *r) {
@@ -134,11 +123,13 @@ cflow_status ring_cut(ring **out, model_weights *m, cflow_error *err) {
     if (status) return status;
     make_records(r);
     if (r->n_records) return CFLOW_OK;
-    return fail(err, CFLOW_EINVAL, "weights_memory: no block lies apart from the other tensors");
+    return fail(err, CFLOW_EINVAL,
+                "weights_memory needs a file whose weight blocks are apart from its other tensors");
 }
 
 /* ---- the schedule ---- */
 
+/* How many layers before this one use its weight block. */
 static uint32_t pass_of(const model_weights *m, uint32_t layer) {
     uint32_t n = 0;
     for (uint32_t i = 0; i < layer; i++) n += m->layers[i].block == m->layers[layer].block;
@@ -151,7 +142,7 @@ static void add_use(ring *r, uint32_t record, uint32_t pass, const op *o) {
     if (i == r->n_uses)
         r->uses[r->n_uses++] = (layer_use){
             .record = record, .pass = pass, .layer = (uint32_t)o->layer, .first = o->stage};
-    r->uses[i].last = o->stage; /* ops come by stage */
+    r->uses[i].last = o->stage; /* ops are in the order of stages */
 }
 
 static void add_matrix(ring *r, const op *o, const matrix *w) {
@@ -169,7 +160,7 @@ static void list_uses(ring *r, const plan *p) {
     }
 }
 
-/* Records that some stage needs at once. */
+/* The most records that any stage needs at once. */
 static uint32_t most_at_once(const ring *r) {
     uint32_t most = 0;
     for (uint32_t i = 0; i < r->n_uses; i++) {
@@ -181,7 +172,7 @@ static uint32_t most_at_once(const ring *r) {
     return most;
 }
 
-/* n_kept of all, evenly spread. */
+/* 1 for n_kept of the records, evenly spread. */
 static int is_kept(const ring *r, uint64_t record) {
     return (record + 1) * r->n_kept / r->n_records > record * r->n_kept / r->n_records;
 }
@@ -216,7 +207,8 @@ cflow_status ring_schedule(ring *r, const plan *p, const cflow_model_options *op
 
 /* ---- loading ---- */
 
-/* Under the tier's lock, while nobody has the record: who pins it later sees where it lies. */
+/* The tier's `placed`: points the record's matrices to its bytes. It runs under the tier's lock
+ * while no caller has the record pinned, so a caller that pins it later sees the new places. */
 static void place(void *arg, uint32_t record, const uint8_t *bytes) {
     const ring *r = arg;
     model_weights *m = r->weights;
@@ -228,13 +220,13 @@ static void place(void *arg, uint32_t record, const uint8_t *bytes) {
             tensor_entry(m, &m->tensors[i])->data = bytes + (m->tensors[i].offset - start);
 }
 
-/* `place` has said where its matrices are by then. */
 tier_result ring_pin(const ring *r, uint32_t record, const atomic_int *cancel) {
     uint32_t which;
     const uint8_t *bytes;
     return tier_acquire(r->tier, &record, 1, cancel, &which, &bytes);
 }
 
+/* Pins a record for good. */
 static cflow_status keep_record(const ring *r, uint32_t record, cflow_error *err) {
     const tier_result result = ring_pin(r, record, NULL);
     uint32_t i = 0;
@@ -244,7 +236,7 @@ static cflow_status keep_record(const ring *r, uint32_t record, cflow_error *err
                 r->segments[i].block, tier_result_text(result));
 }
 
-/* Their pins are never given back. */
+/* Reads the records that stay. They are never unpinned. */
 static cflow_status read_kept(const ring *r, cflow_progress *p, cflow_error *err) {
     cflow_progress unwatched = {0};
     if (!p) p = &unwatched;
@@ -256,7 +248,7 @@ static cflow_status read_kept(const ring *r, cflow_progress *p, cflow_error *err
     for (uint32_t i = 0; i < r->n_records; i++) {
         if (!is_kept(r, i)) continue;
         if (__atomic_load_n(&p->cancel, __ATOMIC_RELAXED))
-            return fail(err, CFLOW_ECANCELLED, "cancelled");
+            return fail(err, CFLOW_ECANCELLED, "loading was cancelled");
         const cflow_status status = keep_record(r, i, err);
         if (status) return status;
         __atomic_fetch_add(&p->done_bytes, r->records[i].bytes, __ATOMIC_RELAXED);

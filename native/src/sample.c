@@ -1,10 +1,10 @@
-/* Sampling in O(vocabulary): nothing is sorted, top_k and top_p select by partition. */
+/* Sampling in time linear in the vocabulary: nothing is sorted; top_k and top_p partition. */
 #include "sample.h"
 
 #include <math.h>
 #include <string.h>
 
-#define BLOCK 256 /* weights summed at once when the whole vocabulary is drawn from */
+#define CHUNK 256 /* weights that are summed at once when no filter is on */
 
 /* ---- random numbers ---- */
 
@@ -36,7 +36,7 @@ static double uniform(const cflow_pick *pick) {
 
 /* ---- log-probabilities ---- */
 
-/* The n largest, best first; of equals the smaller id comes first. Returns how many there are. */
+/* ids (n,): those of the n largest, best first, of equals the smaller first. Returns how many. */
 static int32_t find_top(const float *x, int32_t n_vocab, int32_t n, int32_t *ids) {
     int32_t found = 0;
     for (int32_t i = 0; n > 0 && i < n_vocab; i++) {
@@ -72,7 +72,7 @@ void score_row(const kernels *k, const float *logits, int32_t n_vocab, int32_t t
         out->top_logprobs[i] = (float)((double)logits[out->top_tokens[i]] - log_sum);
 }
 
-/* ---- what changes logits ---- */
+/* ---- penalties, bias and mask ---- */
 
 /* count: (n_vocab,) scratch. */
 static void penalise(const cflow_pick *p, float *x, int32_t n_vocab, int32_t *count) {
@@ -114,7 +114,7 @@ static void apply_mask(const uint32_t *mask, float *x, int32_t n) {
     }
 }
 
-/* Written so that a NaN fails. What would lead outside of arrays must not come in here. */
+/* A NaN is not valid either. Ids are checked by the caller. */
 static int is_valid(const cflow_pick *p) {
     return p->temperature >= 0 && isfinite(p->temperature) && p->min_p >= 0 && p->min_p <= 1 &&
            p->top_p >= 0 && p->n_prompt >= 0;
@@ -163,7 +163,7 @@ static void swap(candidates *c, int32_t a, int32_t b) {
     c->id[b] = id;
 }
 
-/* Splits [first, end) around its middle one; returns where that now is. */
+/* Partitions [first, end) around the candidate in the middle. Returns its new place. */
 static int32_t partition(candidates *c, int32_t first, int32_t end) {
     swap(c, first + (end - first) / 2, end - 1);
     int32_t at = first;
@@ -173,9 +173,10 @@ static int32_t partition(candidates *c, int32_t first, int32_t end) {
     return at;
 }
 
-/* Drops all but the largest: as few as hold `wanted` weight, at most `count`, at least one. */
+/* Keeps the largest candidates: the fewest that have `wanted` weight, at most `count`, at least
+ * one. */
 static void keep_largest(candidates *c, int32_t count, double wanted) {
-    int32_t first = 0, end = c->n; /* those before `first` stay, those from `end` on go */
+    int32_t first = 0, end = c->n; /* those before `first` are kept, those from `end` on dropped */
     double held = 0;               /* weight before `first` */
     while (first < end) {
         const int32_t pivot = partition(c, first, end);
@@ -191,7 +192,7 @@ static void keep_largest(candidates *c, int32_t count, double wanted) {
     c->n = first > 1 ? first : 1;
 }
 
-/* Gathers what min_p, top_k and top_p leave: first a superset, then the cut. */
+/* Gathers the candidates that min_p, top_k and top_p leave: first a superset, then these. */
 static void filter(const kernels *k, const cflow_pick *p, const float *y, int32_t n,
                    candidates *c) {
     const float least = p->min_p > 0 ? (float)log((double)p->min_p) : -INFINITY;
@@ -199,7 +200,7 @@ static void filter(const kernels *k, const cflow_pick *p, const float *y, int32_
     double wanted = INFINITY;
     if (count == n && least == -INFINITY && p->top_p < 1)
         wanted = (double)p->top_p * (double)k->sum_exp(y, (uint32_t)n, 0);
-    /* A few candidates near the best hold what is wanted nearly always. */
+    /* Candidates near the best nearly always suffice; else reach farther. */
     for (float reach = 8;; reach *= 4) {
         const float bound = reach > 32 || -reach < least ? least : -reach;
         gather(k, y, n, bound, c);
@@ -210,7 +211,7 @@ static void filter(const kernels *k, const cflow_pick *p, const float *y, int32_
     if (p->top_p < 1) keep_largest(c, c->n, wanted);
 }
 
-/* Where the running sum of the weights passes `target`. A weight of 0 is never chosen. */
+/* The index at which the running sum of the weights exceeds `target`; never one of weight 0. */
 static int32_t find(const float *weight, int32_t n, double target) {
     int32_t last = 0;
     double sum = 0;
@@ -222,19 +223,19 @@ static int32_t find(const float *weight, int32_t n, double target) {
     return last;
 }
 
-/* Draws from the whole vocabulary; weights are written out for one block only. */
+/* Draws from the whole vocabulary. Only the weights of the chosen chunk are computed singly. */
 static int32_t draw_any(const kernels *k, const float *y, int32_t n, double u, float *sums) {
     double total = 0, before = 0;
-    for (int32_t at = 0; at < n; at += BLOCK) {
-        sums[at / BLOCK] = k->sum_exp(y + at, (uint32_t)(n - at < BLOCK ? n - at : BLOCK), 0);
-        total += (double)sums[at / BLOCK];
+    for (int32_t at = 0; at < n; at += CHUNK) {
+        sums[at / CHUNK] = k->sum_exp(y + at, (uint32_t)(n - at < CHUNK ? n - at : CHUNK), 0);
+        total += (double)sums[at / CHUNK];
     }
-    int32_t block = 0; /* the sums run to `total` exactly, so the loop ends inside */
-    for (; before + (double)sums[block] <= u * total; block++) before += (double)sums[block];
-    const int32_t at = block * BLOCK, in_block = n - at < BLOCK ? n - at : BLOCK;
-    float weight[BLOCK];
-    k->exp_shifted(y + at, (uint32_t)in_block, 0, weight);
-    return at + find(weight, in_block, u * total - before);
+    int32_t chunk = 0; /* the loop ends in time: the sums add up to `total` exactly */
+    for (; before + (double)sums[chunk] <= u * total; chunk++) before += (double)sums[chunk];
+    const int32_t at = chunk * CHUNK, in_chunk = n - at < CHUNK ? n - at : CHUNK;
+    float weight[CHUNK];
+    k->exp_shifted(y + at, (uint32_t)in_chunk, 0, weight);
+    return at + find(weight, in_chunk, u * total - before);
 }
 
 /* x: (n,) with `best` its largest; y: (n,) scratch, may be x. */

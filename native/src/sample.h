@@ -1,38 +1,37 @@
-/* From a row's logits to the next token and to log-probabilities. */
+/* Sampling: from the logits of a row to its next token and log-probabilities. */
 #ifndef CFLOW_SAMPLE_H
 #define CFLOW_SAMPLE_H
 
 #include "kernels.h"
 
-/* Philox4x32-10 (Salmon et al., SC 2011): four words that depend on counter and key alone. */
+/* Philox4x32-10 (Salmon et al., SC 2011): four random words, a function of counter and key. */
 void philox(const uint32_t counter[4], uint64_t key, uint32_t out[4]);
 
-/* Log-probabilities under softmax of the raw logits (n_vocab,): of `target` and of the n_top best,
- * at most CFLOW_MAX_TOP. Logits that are not finite give a logprob of NaN. */
+/* The log-probabilities of `target` and of the n_top best tokens (at most CFLOW_MAX_TOP), under the
+ * softmax of the raw logits (n_vocab,). The logprob is NaN if the largest logit is not finite. */
 void score_row(const kernels *k, const float *logits, int32_t n_vocab, int32_t target,
                int32_t n_top, cflow_score *out);
 
 /* The score of a row that has none. */
 cflow_score no_score(void);
 
-/* Floats of scratch that sample_row needs. */
+/* Floats of scratch for sample_row. */
 size_t sample_scratch(int32_t n_vocab);
 
-/* Chooses a token below n_tokens as cflow_pick says, in this order:
- * - repetition penalty over prompt and output: logits above 0 divided, others multiplied
+/* Chooses a token below n_tokens as `pick` says. Applied in this order:
+ * - repetition penalty over prompt and output: divides logits above 0, multiplies the others
  * - frequency and presence penalties over the output
- * - bias: -100 and below bans; 100 and above adds 1000, which wins over any unbiased token
- * - mask, which no bias overrules
- * - temperature 0: the largest logit, of equals the smallest id; otherwise logits / temperature
- * - softmax weights; those below min_p times the largest go
- * - top_k: the k largest stay, of equals the smaller ids
- * - top_p: the fewest that hold top_p of what is left stay, at least one
- * - the inverse of the cumulative weights at a 53-bit uniform number from
- *   philox((choice, index, 0, 0), seed)
+ * - bias: -100 or less bans a token; 100 or more adds 1000, more than any token without a bias has
+ * - mask: bans tokens, whatever their bias
+ * - temperature: divides the logits; 0 chooses the largest logit, of equals the smallest id
+ * - softmax, then min_p: drops weights below min_p times the largest
+ * - top_k: keeps the k largest, of equals the smaller ids
+ * - top_p: keeps the fewest that have top_p of the remaining weight, at least one
+ * - draws from the rest with a 53-bit uniform number from philox((choice, index, 0, 0), seed)
  *
- * n_bias ids and n_history tokens are below n_vocab. Returns ENUMERIC where the largest logit is
- * not finite, EINVAL where nothing is allowed or temperature, top_p or min_p are out of range; the
- * token is then -1. */
+ * The tokens of the history and the ids of the bias are below n_vocab. Errors, with the token -1:
+ * ENUMERIC if the largest logit is not finite; EINVAL if no token is allowed, or temperature, top_p
+ * or min_p is out of range. */
 cflow_status sample_row(const kernels *k, const float *logits, int32_t n_vocab, int32_t n_tokens,
                         const cflow_pick *pick, float *scratch, cflow_choice *out);
 

@@ -79,7 +79,8 @@ static int same_want(const want *a, const want *b) {
            a->form == b->form;
 }
 
-/* first_layer (n_blocks,): the first that uses each block. All that do must need the same of it. */
+/* first_layer (n_blocks,): the first layer that uses each weight block. All layers that share a
+ * block must need the same tensors. */
 static cflow_status find_users(const model_weights *m, uint32_t *first_layer, cflow_error *err) {
     const cflow_header *h = &m->header;
     want first[CFLOW_N_ROLES], here[CFLOW_N_ROLES];
@@ -112,22 +113,24 @@ uint64_t record_bytes(const cflow_record *r) {
 static cflow_status check_record(const cflow_record *r, uint32_t block, uint32_t expert,
                                  uint64_t bank_bytes, cflow_error *err) {
     if (r->block != block || r->expert != expert)
-        return fail(err, CFLOW_EFORMAT,
-                    "expert records are out of order: block %u expert %u stands where block %u "
-                    "expert %u belongs",
-                    r->block, r->expert, block, expert);
+        return fail(
+            err, CFLOW_EFORMAT,
+            "expert records are out of order: block %u expert %u is in the place of block %u "
+            "expert %u",
+            r->block, r->expert, block, expert);
     if (r->offset % RECORD_ALIGN || r->offset > bank_bytes || r->bytes > bank_bytes - r->offset)
         return fail(err, CFLOW_EFORMAT,
                     "record of block %u expert %u: %llu bytes at %llu; it must begin on %d and lie "
                     "within the bank's %llu",
                     block, expert, (ull)r->bytes, (ull)r->offset, RECORD_ALIGN, (ull)bank_bytes);
     if (r->reserved)
-        return fail(err, CFLOW_EFORMAT, "record of block %u expert %u: reserved is %u, not 0",
-                    block, expert, r->reserved);
+        return fail(err, CFLOW_EFORMAT,
+                    "record of block %u expert %u: reserved is %u; it must be 0", block, expert,
+                    r->reserved);
     return CFLOW_OK;
 }
 
-/* One record per expert, in order; together no more than the bank holds. */
+/* Checks that there is one record for each expert, in order, and that they fit into the bank. */
 static cflow_status bind_records(model_weights *m, const uint32_t *first_layer, cflow_error *err) {
     const cflow_header *h = &m->header;
     const uint64_t bank_bytes = h->sections[CFLOW_SECTION_EXPERT_BANK].bytes;
@@ -138,7 +141,7 @@ static cflow_status bind_records(model_weights *m, const uint32_t *first_layer, 
     }
     m->first_record[h->n_blocks] = (uint32_t)wanted;
     if (wanted != h->n_records)
-        return fail(err, CFLOW_EFORMAT, "the layers need %llu expert records, the file has %u",
+        return fail(err, CFLOW_EFORMAT, "the layers need %llu expert records, but the file has %u",
                     (ull)wanted, h->n_records);
     for (uint32_t b = 0; b < h->n_blocks; b++)
         for (uint32_t i = m->first_record[b]; i < m->first_record[b + 1]; i++) {
@@ -195,7 +198,8 @@ uint64_t tensor_end(const cflow_tensor *t) {
     return t->offset + (n_stripes(t) - 1) * t->stripe_stride + last_stripe_bytes(t);
 }
 
-/* The largest of 128, 96, 64, 32 that divides n_rows rounded up to 32: no stripe hangs over. */
+/* The largest of 128, 96, 64 and 32 that divides n_rows rounded up to 32, so that no stripe is
+ * padded further. */
 static uint32_t stripe_rows_of(uint32_t n_rows) {
     const uint32_t padded = (n_rows + 31) / 32 * 32;
     uint32_t rows = 128;
@@ -205,20 +209,19 @@ static uint32_t stripe_rows_of(uint32_t n_rows) {
 
 static cflow_status check_form(const cflow_tensor *t, const want *w, const char *name,
                                cflow_error *err) {
-    if (w->need == UNUSED)
-        return fail(err, CFLOW_EFORMAT, "tensor %s: no layer has a use for it", name);
+    if (w->need == UNUSED) return fail(err, CFLOW_EFORMAT, "tensor %s: no layer uses it", name);
     if (t->n_rows != w->n_rows || t->n_cols != w->n_cols)
-        return fail(err, CFLOW_EFORMAT, "tensor %s: %u x %u, the layers need %u x %u", name,
+        return fail(err, CFLOW_EFORMAT, "tensor %s: %u x %u, but the layers need %u x %u", name,
                     t->n_rows, t->n_cols, w->n_rows, w->n_cols);
     if (t->encoding >= CFLOW_N_ENCODINGS)
         return fail(err, CFLOW_EFORMAT, "tensor %s: encoding %u is unknown", name, t->encoding);
     if (w->form != MATRIX && t->encoding != CFLOW_F32)
-        return fail(err, CFLOW_EFORMAT, "tensor %s: encoding %u, f32 (%d) is needed", name,
+        return fail(err, CFLOW_EFORMAT, "tensor %s: encoding is %u; it must be f32 (%d)", name,
                     t->encoding, CFLOW_F32);
     const uint32_t rows = w->form == VECTOR ? 0 : stripe_rows_of(t->n_rows);
     if (t->stripe_rows != rows)
-        return fail(err, CFLOW_EFORMAT, "tensor %s: stripe_rows %u, %u rows are cut by %u", name,
-                    t->stripe_rows, t->n_rows, rows);
+        return fail(err, CFLOW_EFORMAT, "tensor %s: stripe_rows is %u; for %u rows it must be %u",
+                    name, t->stripe_rows, t->n_rows, rows);
     return CFLOW_OK;
 }
 
@@ -234,7 +237,7 @@ static cflow_status check_extent(const cflow_tensor *t, uint64_t limit, const ch
     if (t->offset > limit || bytes > limit - t->offset ||
         (n > 1 && t->stripe_stride > (limit - t->offset - bytes) / (n - 1)))
         return fail(err, CFLOW_EFORMAT,
-                    "tensor %s: %llu stripes of %llu bytes, %llu apart, from %llu leave their "
+                    "tensor %s: %llu stripes of %llu bytes, %llu apart, from %llu on exceed their "
                     "%s's %llu bytes",
                     name, (ull)n, (ull)bytes, (ull)t->stripe_stride, (ull)t->offset,
                     tensor_is_expert(t) ? "record" : "bank", (ull)limit);
@@ -279,13 +282,15 @@ static cflow_status bind_tensor(model_weights *m, const cflow_tensor *t,
     else if (t->block < m->header.n_blocks)
         layer_wants(&m->header, &m->layers[first_layer[t->block]], wants);
     else
-        return fail(err, CFLOW_EFORMAT, "tensor %s: there are %u blocks", name, m->header.n_blocks);
+        return fail(err, CFLOW_EFORMAT, "tensor %s: there are only %u blocks", name,
+                    m->header.n_blocks);
     cflow_status s = check_form(t, &wants[t->role], name, err);
     if (!s) s = check_extent(t, extent_limit(m, t), name, err);
     if (!s && t->reserved)
-        s = fail(err, CFLOW_EFORMAT, "tensor %s: reserved is %llu, not 0", name, (ull)t->reserved);
+        s = fail(err, CFLOW_EFORMAT, "tensor %s: reserved is %llu; it must be 0", name,
+                 (ull)t->reserved);
     if (!s && tensor_matrix(m, t)->n_cols)
-        s = fail(err, CFLOW_EFORMAT, "tensor %s: it is there twice", name);
+        s = fail(err, CFLOW_EFORMAT, "tensor %s: the file has it twice", name);
     if (!s) *tensor_entry(m, t) = stored_matrix(t);
     return s;
 }

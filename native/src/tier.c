@@ -596,7 +596,7 @@ static cflow_status warm(tier *t, const ranked *chosen, uint32_t n, cflow_progre
     }
     if (i == n) return CFLOW_OK;
     for (; i < n; i++) end_demand(t, chosen[i].record);
-    return fail(err, CFLOW_ECANCELLED, "cancelled");
+    return fail(err, CFLOW_ECANCELLED, "loading was cancelled");
 }
 
 cflow_status tier_warm(tier *t, const uint64_t *uses, cflow_progress *progress, cflow_error *err) {

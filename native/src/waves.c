@@ -1,10 +1,11 @@
-/* Experts as their records come: which of them are in the phase that is about to run. */
+/* Which experts run in the phase that is about to begin: those whose records are in memory. */
 #include "waves.h"
 
 #include "clock.h"
 #include "tensors.h"
 
-/* The next op of one kind in a stage; after NULL the first, after the last NULL. */
+/* The op of a kind that follows `after` in a stage; the first if `after` is NULL; NULL at the end.
+ */
 static const op *next_op(const cflow_ctx *ctx, uint32_t stage, op_kind kind, const op *after) {
     const plan *p = ctx->plan;
     const op *o = after ? after + 1 : p->ops + p->first_op[stage];
@@ -13,8 +14,9 @@ static const op *next_op(const cflow_ctx *ctx, uint32_t stage, op_kind kind, con
     return o < end ? o : NULL;
 }
 
-/* ---- asking ---- */
+/* ---- demands ---- */
 
+/* Demands the records of all experts of a group. scratch: 5 bytes for each. */
 static void demand(cflow_ctx *ctx, groups *g, void *scratch) {
     uint32_t *records = scratch;
     uint8_t *missed = (uint8_t *)(records + g->n_active);
@@ -39,6 +41,7 @@ void waves_selected(cflow_ctx *ctx, const op *select, void *scratch) {
             demand(ctx, op_groups(ctx, &p->ops[i]), scratch);
 }
 
+/* The usage that an expert is charged to: that of the first row that chose it. */
 static cflow_row_usage *payer(const cflow_ctx *ctx, const groups *g, const active_expert *e) {
     return &ctx->usage[g->rows[e->first]];
 }
@@ -56,13 +59,14 @@ static void charge(cflow_ctx *ctx, const groups *g) {
     }
 }
 
-/* ---- taking what is there ---- */
+/* ---- experts whose records are there ---- */
 
+/* Adds expert `index` of a group, whose record is at `bytes`, to the next wave. */
 static void take(cflow_ctx *ctx, const op *o, groups *g, uint32_t index, const uint8_t *bytes) {
-    active_expert *next = &g->experts[g->n_ready++], came = g->experts[index];
+    active_expert *next = &g->experts[g->n_ready++], taken = g->experts[index];
     g->experts[index] = *next;
-    came.bytes = bytes;
-    *next = came;
+    taken.bytes = bytes;
+    *next = taken;
     uint64_t streamed = 0;
     for (cflow_role role = CFLOW_EXPERT_GATE; role <= CFLOW_EXPERT_DOWN; role++) {
         const matrix *w = model_matrix(ctx->weights, (uint32_t)o->layer, role);
@@ -71,6 +75,7 @@ static void take(cflow_ctx *ctx, const op *o, groups *g, uint32_t index, const u
     atomic_fetch_add(&ctx->read_bytes, streamed);
 }
 
+/* The bytes of a record, pinned; NULL if it is not in memory. */
 static const uint8_t *record_if_there(const cflow_ctx *ctx, uint32_t record) {
     tier *t = ctx->tier;
     return t ? tier_try_acquire(t, record) : ctx->weights->expert_data[record];
@@ -86,6 +91,7 @@ static void take_all(cflow_ctx *ctx, uint32_t stage) {
     }
 }
 
+/* Unpins the records of the experts up to `end`: they are done. */
 static void release(cflow_ctx *ctx, groups *g, uint32_t end) {
     for (; g->n_done < end; g->n_done++)
         if (ctx->tier) tier_release(ctx->tier, g->experts[g->n_done].record);
@@ -93,7 +99,7 @@ static void release(cflow_ctx *ctx, groups *g, uint32_t end) {
 
 /* ---- faults ---- */
 
-/* What a failed row left in its sequence's blocks misleads the rows behind it. */
+/* Fails a row and the later rows of its sequence, which would attend to its wrong KV. */
 static void fail_row(cflow_ctx *ctx, uint32_t row, row_fault fault) {
     const step *s = &ctx->step;
     for (uint32_t i = row; i < s->n_rows; i++) {
@@ -104,11 +110,12 @@ static void fail_row(cflow_ctx *ctx, uint32_t row, row_fault fault) {
     }
 }
 
+/* Drops expert `index` of a group: its record could not be read. */
 static void lose(cflow_ctx *ctx, const op *o, groups *g, uint32_t index, tier_result result) {
     const active_expert e = g->experts[index];
     const uint32_t top_k = model_layer(ctx->weights, (uint32_t)o->layer)->top_k;
     for (uint32_t i = e.first; i < e.first + e.n; i++) {
-        const uint32_t row = (uint32_t)g->rows[i], rank = (uint32_t)g->slots[i] - row * top_k;
+        const uint32_t row = (uint32_t)g->rows[i], rank = (uint32_t)g->outputs[i] - row * top_k;
         g->weights[row * g->weights_ld + rank] = 0;
         if (!ctx->step.row_status[row]) fail_row(ctx, row, (row_fault){o->layer, e.record, result});
     }
@@ -117,7 +124,7 @@ static void lose(cflow_ctx *ctx, const op *o, groups *g, uint32_t index, tier_re
 
 /* ---- waiting ---- */
 
-/* All experts of the stage that are still on their way, into ctx->wanted. */
+/* Lists the records that the stage still waits for in ctx->wanted. Returns how many. */
 static uint32_t list_wanted(cflow_ctx *ctx, uint32_t stage) {
     uint32_t n = 0;
     for (const op *o = NULL; (o = next_op(ctx, stage, OP_EXPERT_GATED, o));) {
@@ -127,7 +134,7 @@ static uint32_t list_wanted(cflow_ctx *ctx, uint32_t stage) {
     return n;
 }
 
-/* Whose expert the n-th of ctx->wanted is, and which. */
+/* The op that the n-th record of ctx->wanted is for; *index: its expert in the op's group. */
 static const op *find_wanted(const cflow_ctx *ctx, uint32_t stage, uint32_t n, uint32_t *index) {
     const op *o = NULL;
     while ((o = next_op(ctx, stage, OP_EXPERT_GATED, o))) {
@@ -176,37 +183,56 @@ static uint32_t n_pinned(const cflow_ctx *ctx, uint32_t stage) {
     return n;
 }
 
+/* The ops of a phase's stage by which the groups are found whose down products run in the phase. In
+ * a phase between two stages these are groups of the stage's gated ops: their down ops are in the
+ * next stage. */
+static op_kind down_ops(uint32_t phase) {
+    return phase % 2 ? OP_EXPERT_GATED : OP_EXPERT_DOWN;
+}
+
+/* The wave whose gate and up products ran last goes on to its down products. */
+static void begin_down(cflow_ctx *ctx, uint32_t phase) {
+    for (const op *o = NULL; (o = next_op(ctx, phase / 2, down_ops(phase), o));)
+        op_groups(ctx, o)->n_gated = op_groups(ctx, o)->n_ready;
+}
+
+/* Demands the experts of a stage unless they are demanded already, and charges them to their rows.
+ */
+static void demand_stage(cflow_ctx *ctx, uint32_t stage) {
+    for (const op *o = NULL; (o = next_op(ctx, stage, OP_EXPERT_GATED, o));) {
+        groups *g = op_groups(ctx, o);
+        if (!g->is_demanded) demand(ctx, g, ctx->wanted);
+        charge(ctx, g);
+    }
+}
+
+/* Waits until as many experts are pinned as a step may pin, or all of the stage are. */
+static void fill_wave(cflow_ctx *ctx, uint32_t phase) {
+    while (n_pinned(ctx, phase / 2) < ctx->model->most_pinned && !atomic_load(&ctx->cancelled))
+        if (!waves_wait(ctx, phase)) return;
+}
+
 int waves_begin(cflow_ctx *ctx, uint32_t phase) {
     const uint32_t stage = phase / 2;
     const int is_between = phase % 2;
     if (stage >= ctx->plan->n_stages) return 1;
     if (is_between && !is_waiting(ctx, stage)) return 0;
-    const op_kind before = is_between ? OP_EXPERT_GATED : OP_EXPERT_DOWN;
-    for (const op *o = NULL; (o = next_op(ctx, stage, before, o));)
-        op_groups(ctx, o)->n_gated = op_groups(ctx, o)->n_ready;
-    if (!is_between && ctx->tier)
-        for (const op *o = NULL; (o = next_op(ctx, stage, OP_EXPERT_GATED, o));) {
-            if (!op_groups(ctx, o)->is_demanded) demand(ctx, op_groups(ctx, o), ctx->wanted);
-            charge(ctx, op_groups(ctx, o));
-        }
+    begin_down(ctx, phase);
+    if (!is_between && ctx->tier) demand_stage(ctx, stage);
     take_all(ctx, stage);
-    if (ctx->model->window == CFLOW_WINDOW_NONE)
-        while (n_pinned(ctx, stage) < ctx->model->most_pinned && !atomic_load(&ctx->cancelled) &&
-               waves_wait(ctx, phase)) {
-        }
+    if (ctx->model->window == CFLOW_WINDOW_NONE) fill_wave(ctx, phase);
     return 1;
 }
 
 uint32_t waves_end(cflow_ctx *ctx, uint32_t phase) {
     const uint32_t stage = phase / 2;
-    const int is_between = phase % 2;
     if (stage >= ctx->plan->n_stages) return phase + 1;
-    const op_kind kind = is_between ? OP_EXPERT_GATED : OP_EXPERT_DOWN;
-    for (const op *o = NULL; (o = next_op(ctx, stage, kind, o));)
+    for (const op *o = NULL; (o = next_op(ctx, stage, down_ops(phase), o));)
         release(ctx, op_groups(ctx, o), op_groups(ctx, o)->n_gated);
-    return is_between && is_waiting(ctx, stage) ? phase : phase + 1;
+    return phase % 2 && is_waiting(ctx, stage) ? phase : phase + 1;
 }
 
+/* Pins may be held for this stage and, in its own phase, for the stage before. */
 void waves_abandon(cflow_ctx *ctx, uint32_t phase) {
     if (!ctx->tier) return;
     const uint32_t n_stages = ctx->plan->n_stages, end = phase / 2 + 1;
