@@ -169,14 +169,14 @@ static cflow_status load_resident(cflow_model *model, file *f, const cflow_model
 static cflow_status open_model(cflow_model *model, file *f, const cflow_model_options *options,
                                const tier_hooks *hooks, cflow_error *err) {
     model_weights *m = &model->weights;
-    const plan_options planning = {.speculate = options->expert_cache && options->speculate,
-                                   .defer = (uint32_t)options->defer_experts};
+    const graph_options building = {.speculate = options->expert_cache && options->speculate,
+                                    .defer = (uint32_t)options->defer_experts};
     const tier_options reads = read_options(options, hooks);
     cflow_status s = read_tables(m, f, err);
     if (!s) s = check_options(m, options, err);
     if (!s && options->weights_memory) s = ring_cut(&model->ring, m, err);
     if (!s) s = load_resident(model, f, options, err);
-    if (!s) s = plan_open(&model->plan, m, planning, err);
+    if (!s) s = plan_open(&model->plan, m, building, err);
     if (!s && model->ring) s = ring_schedule(model->ring, model->plan, options, err);
     if (s || m->header_only) return s;
     if (model->ring) s = ring_load(model->ring, f, &reads, options->progress, err);

@@ -80,7 +80,7 @@ static double mib(double bytes) {
     return bytes * 16 / 18 / (1 << 20);
 }
 
-static plan *planned(const model_weights *m, plan_options options) {
+static plan *planned(const model_weights *m, graph_options options) {
     plan *p = NULL;
     cflow_error err = {{0}};
     if (plan_open(&p, m, options, &err) != CFLOW_OK) {
@@ -92,7 +92,7 @@ static plan *planned(const model_weights *m, plan_options options) {
 
 static void check_path(const char *name, uint32_t n_layers, double path, double law) {
     const model_weights m = shape(n_layers);
-    plan *p = planned(&m, (plan_options){0});
+    plan *p = planned(&m, (graph_options){0});
     const double got_path = mib((double)p->info.critical_path_bytes);
     const double got_law = mib(p->info.critical_path_closed_form_bytes);
     CHECK(got_path > path - 1e-9 && got_path < path + 1e-9, "%s: graph %.4f, want %.4f", name,
@@ -142,7 +142,7 @@ static void slots_do_not_overlap(void) {
                 arrange(6, dense, anchor, delay);
                 const model_weights m = shape(6);
                 plan *p =
-                    planned(&m, (plan_options){.speculate = delay % 4 == 0, .defer = delay % 2});
+                    planned(&m, (graph_options){.speculate = delay % 4 == 0, .defer = delay % 2});
                 lives_are_sound(p, name);
                 plan_close(p);
             }
@@ -158,7 +158,7 @@ static const op *find_op(const plan *p, const char *name) {
 static void experts_run_late_and_routers_early(void) {
     arrange(6, CFLOW_X_IN_PREVIOUS, CFLOW_X_IN, 2);
     const model_weights m = shape(6);
-    plan *p = planned(&m, (plan_options){0});
+    plan *p = planned(&m, (graph_options){0});
     const op *route = find_op(p, "L1.route"), *down = find_op(p, "L1.expert_down");
     const op *x_in1 = find_op(p, "L1.x_in"), *x_in4 = find_op(p, "L4.x_in");
     CHECK(route->stage == x_in1->stage + 1, "router in stage %u, its input in %u", route->stage,
@@ -181,7 +181,7 @@ static void stock_layers_take_eight_stages(void) {
     memset(layers, 0, sizeof layers);
     const model_weights m = shape(3);
     for (int i = 0; i < 3; i++) layers[i].n_experts = 0;
-    plan *p = planned(&m, (plan_options){0});
+    plan *p = planned(&m, (graph_options){0});
     CHECK(p->n_stages == 3 * 8 + 1, "%u stages", p->n_stages);
     CHECK(p->info.layer_bytes == 3ull * (4 * D * D + 3 * D * 2048) * 18 / 32, "layer bytes");
     lives_are_sound(p, "stock");
@@ -205,12 +205,12 @@ static void the_fullest_layers_fit(void) {
         blocks[i][CFLOW_SHARED_DOWN] = weights(D, 128);
         blocks[i][CFLOW_SHARED_SCALE] = weights(1, D);
     }
-    plan *p = planned(&m, (plan_options){0});
+    plan *p = planned(&m, (graph_options){0});
     CHECK(find_op(p, "L0.x_in")->n_norms == 4, "%u norms", find_op(p, "L0.x_in")->n_norms);
     CHECK(find_op(p, "x_out")->n_terms == 1 + 2 * 6, "%u terms", find_op(p, "x_out")->n_terms);
     lives_are_sound(p, "full");
     plan_close(p);
-    const plan_options both = {.speculate = 1, .defer = 1};
+    const graph_options both = {.speculate = 1, .defer = 1};
     p = planned(&m, both);
     CHECK(find_op(p, "x_out")->n_terms == 1 + 2 * 6 + 5, "%u terms", find_op(p, "x_out")->n_terms);
     lives_are_sound(p, "full, deferred");
