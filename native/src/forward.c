@@ -1,5 +1,5 @@
-/* The step: phases (ctx.h: the plan's stages with waves of experts between, then the head) whose
- * units the threads share by bytes. */
+/* A step: runs the phases of plan.h, then those of the head. The threads share the units of each
+ * phase in proportion to their cost. */
 #include "attention.h"
 #include "clock.h"
 #include "head.h"
@@ -9,7 +9,7 @@
 #include "status.h"
 #include "waves.h"
 
-/* ---- what a phase consists of ---- */
+/* ---- the spans of a phase ---- */
 
 static uint32_t n_spans(const cflow_ctx *ctx, const op *o) {
     if (o->kind == OP_MATMUL) return o->n_pieces;
@@ -71,9 +71,10 @@ static void run_span(cflow_ctx *ctx, const op *o, uint32_t index, uint32_t first
     }
 }
 
-/* Calls visit for every span of a phase in order, until it returns 0. */
+/* Gets a span: the index-th of op o, or of the head (o is NULL). Returns 0 to see no more. */
 typedef int (*span_visitor)(cflow_ctx *ctx, const op *o, uint32_t index, span s, void *arg);
 
+/* Calls visit for the spans of a phase in order. */
 static void visit_spans(cflow_ctx *ctx, uint32_t phase, span_visitor visit, void *arg) {
     const plan *p = ctx->plan;
     const uint32_t head = 2 * p->n_stages;
@@ -90,14 +91,15 @@ static void visit_spans(cflow_ctx *ctx, uint32_t phase, span_visitor visit, void
     }
 }
 
-/* ---- sharing ---- */
+/* ---- sharing units among threads ---- */
 
-/* Each thread has a run of units of equal cost; one that is done takes from the others. So a thread
- * that the kernel has put aside delays the step by no more than what it holds. Whole stripes are
- * taken: of parts, weights come more slowly, and each lays the rows of x out for itself. */
+/* Each thread gets a run of units of equal cost; a thread that has finished steals from the others,
+ * so one that the scheduler has suspended delays the step only by the units it holds. Threads take
+ * whole stripes: parts of a stripe stream more slowly, and each would rearrange the rows of x. */
 
 enum { TURN_BITS = 64 - 2 * UNIT_BITS };
 
+/* A share: units [next, end) that nobody has taken, valid in one turn of the pool. */
 static uint64_t pack(unsigned turn, uint32_t next, uint32_t end) {
     return (uint64_t)(turn & ((1u << TURN_BITS) - 1)) << 2 * UNIT_BITS |
            (uint64_t)next << UNIT_BITS | end;
@@ -106,7 +108,7 @@ static uint64_t pack(unsigned turn, uint32_t next, uint32_t end) {
 typedef struct {
     uint64_t cost;
     uint32_t units;
-    uint32_t stripe; /* units of all stripes; 0: they differ */
+    uint32_t stripe; /* units in each stripe; 0: stripes differ */
 } totals;
 
 static int add_span(cflow_ctx *ctx, const op *o, uint32_t index, span s, void *arg) {
@@ -121,11 +123,11 @@ static int add_span(cflow_ctx *ctx, const op *o, uint32_t index, span s, void *a
 typedef struct {
     totals all, so_far;
     unsigned turn;
-    int thread;     /* the next whose share ends */
-    uint32_t begun; /* where that share began */
+    int thread;     /* whose share is open */
+    uint32_t begun; /* its first unit */
 } division;
 
-/* Ends shares where the line of costs passes their border. */
+/* Closes the shares whose borders, in cost, lie in this span. */
 static int divide_span(cflow_ctx *ctx, const op *o, uint32_t index, span s, void *arg) {
     division *d = arg;
     const uint64_t n = (uint64_t)ctx->options.n_threads;
@@ -141,7 +143,7 @@ static int divide_span(cflow_ctx *ctx, const op *o, uint32_t index, span s, void
     return add_span(ctx, o, index, s, &d->so_far);
 }
 
-/* What there is to do, having waited for experts where that is nothing. */
+/* The work of a phase. Where there is none, waits for experts to arrive. */
 static totals find_work(cflow_ctx *ctx, uint32_t phase) {
     totals all;
     do {
@@ -156,46 +158,60 @@ static stage_time *time_of(const cflow_ctx *ctx, uint32_t phase) {
     return &ctx->times[phase < 2 * n ? phase / 2 : n + phase % 2];
 }
 
-/* Makes the next phase that has work ready, or ends the step. */
-static void begin_phase(cflow_ctx *ctx, uint32_t phase) {
+/* The first phase from `phase` on that has work; n_phases, with no work, if the step ends first. */
+static uint32_t find_phase(cflow_ctx *ctx, uint32_t phase, totals *work) {
     step *s = &ctx->step;
-    const uint32_t before = atomic_load(&s->phase);
-    totals all = {0};
-    int goes_on = 1;
+    *work = (totals){0};
     for (; phase < s->n_phases; phase++) {
         s->cancelled = atomic_load(&ctx->cancelled);
-        goes_on = !s->cancelled && layers_begin(ctx, phase);
-        if (!goes_on) break;
-        if (!waves_begin(ctx, phase)) continue;
-        all = find_work(ctx, phase);
-        if (all.units) break;
+        if (s->cancelled || !layers_begin(ctx, phase)) {
+            waves_abandon(ctx, phase);
+            layers_abandon(ctx);
+            return s->n_phases;
+        }
+        if (waves_begin(ctx, phase)) *work = find_work(ctx, phase);
+        if (work->units) break;
     }
-    if (!goes_on) {
-        waves_abandon(ctx, phase);
-        layers_abandon(ctx);
-        phase = s->n_phases;
-    }
-    s->n_units = all.units;
-    atomic_store(&s->grain, all.stripe ? all.stripe : 1);
+    return phase;
+}
+
+/* Makes a phase the running one, and divides its work among the threads. */
+static void share_phase(cflow_ctx *ctx, uint32_t phase, totals work) {
+    step *s = &ctx->step;
+    s->n_units = work.units;
+    atomic_store(&s->grain, work.stripe ? work.stripe : 1);
     atomic_store(&s->units_done, 0);
     atomic_store(&s->phase, phase);
-    if (phase < s->n_phases) {
-        division d = {.all = all, .turn = pool_turn(ctx->pool) + 1};
-        visit_spans(ctx, phase, divide_span, &d);
-        atomic_fetch_add(&ctx->stage_count, 1);
-    }
+    if (phase == s->n_phases) return;
+    division d = {.all = work, .turn = pool_turn(ctx->pool) + 1};
+    visit_spans(ctx, phase, divide_span, &d);
+    atomic_fetch_add(&ctx->stage_count, 1);
+}
+
+/* Adds the time since the last call to phase `before`. is_over: no phase follows. */
+static void count_time(cflow_ctx *ctx, uint32_t before, int is_over) {
+    step *s = &ctx->step;
     const uint64_t now = clock_ns();
     if (s->began_ns) atomic_fetch_add(&time_of(ctx, before)->ns, now - s->began_ns);
-    s->began_ns = phase < s->n_phases ? now : 0;
+    s->began_ns = is_over ? 0 : now;
+}
+
+/* Begins the first phase from `phase` on that has work, or ends the step. */
+static void begin_phase(cflow_ctx *ctx, uint32_t phase) {
+    const uint32_t before = atomic_load(&ctx->step.phase);
+    totals work;
+    phase = find_phase(ctx, phase, &work);
+    share_phase(ctx, phase, work);
+    count_time(ctx, before, phase == ctx->step.n_phases);
     pool_pass(ctx->pool);
 }
 
 typedef struct {
-    uint32_t first, end;
+    uint32_t first, end; /* units of the phase */
 } run;
 
-/* Takes half of what a share has left, and what the stripe at the border then still has: the owner
- * from its front, others from its back. */
+/* Takes half of a share, rounded up to whole stripes: the owner from the front, others from the
+ * back. grain: units in a stripe. */
 static int take_units(share *from, unsigned turn, int own, uint32_t grain, run *out) {
     uint64_t left = atomic_load(&from->left);
     for (;;) {
@@ -222,7 +238,7 @@ static int find_units(cflow_ctx *ctx, unsigned turn, int thread, run *out) {
 
 typedef struct {
     run units;
-    uint32_t at;
+    uint32_t at; /* first unit of the span that is visited */
     int thread;
 } errand;
 
@@ -244,8 +260,8 @@ static void run_step(void *arg, int thread) {
     cflow_ctx *ctx = arg;
     step *s = &ctx->step;
     for (;;) {
-        /* The turn first: a phase read after it is the turn's own, or the turn is over and there is
-         * nothing to take under it. */
+        /* Reads the turn before the phase: the phase is then that turn's, or the turn is over and
+         * no share is valid in it. */
         const unsigned turn = pool_turn(ctx->pool);
         const uint32_t phase = atomic_load(&s->phase);
         if (phase >= s->n_phases) return;
@@ -256,7 +272,7 @@ static void run_step(void *arg, int thread) {
             atomic_fetch_add(&time_of(ctx, phase)->idle_ns, clock_ns() - from_ns);
             continue;
         }
-        /* The total is read while our units keep the phase open: later it may be the next one's. */
+        /* Reads the total while these units keep the phase open; later it may be the next one's. */
         const uint32_t n = e.units.end - e.units.first, total = s->n_units;
         visit_spans(ctx, phase, run_span_part, &e);
         if (atomic_fetch_add(&s->units_done, n) + n == total) {
@@ -290,12 +306,32 @@ static cflow_status check_row(const cflow_ctx *ctx, const cflow_row *r, int32_t 
     return CFLOW_OK;
 }
 
+static cflow_status begin_row(cflow_ctx *ctx, int32_t i, cflow_error *err) {
+    step *s = &ctx->step;
+    const cflow_row *row = &s->rows[i];
+    const cflow_status status = check_row(ctx, row, i, err);
+    if (status != CFLOW_OK) return status;
+    s->row_status[i] = CFLOW_OK;
+    if (ctx->usage) ctx->usage[i] = (cflow_row_usage){0};
+    if (ctx->faults) ctx->faults[i] = (row_fault){0};
+    s->attended += (uint64_t)row->position + 1;
+    ctx->logit_of_row[i] = -1;
+    if (row->flags & CFLOW_ROW_SCORE) s->score_rows[s->n_scores++] = i;
+    if (!(row->flags & CFLOW_ROW_LOGITS)) return CFLOW_OK;
+    if (s->n_logits == (uint32_t)ctx->options.max_sequences)
+        return fail(err, CFLOW_EINVAL, "more than %d rows keep their logits",
+                    ctx->options.max_sequences);
+    ctx->logit_of_row[i] = (int32_t)s->n_logits;
+    s->logit_rows[s->n_logits++] = i;
+    return CFLOW_OK;
+}
+
 static cflow_status begin_step(cflow_ctx *ctx, const cflow_row *rows, int32_t n_rows,
                                int32_t *row_status, cflow_score *scores, cflow_error *err) {
+    step *s = &ctx->step;
     if (n_rows < 1 || n_rows > ctx->options.max_rows)
         return fail(err, CFLOW_EINVAL, "%d rows; a step takes 1 to %d", n_rows,
                     ctx->options.max_rows);
-    step *s = &ctx->step;
     s->rows = rows;
     s->n_rows = (uint32_t)n_rows;
     s->row_status = row_status;
@@ -304,26 +340,15 @@ static cflow_status begin_step(cflow_ctx *ctx, const cflow_row *rows, int32_t n_
     s->attended = 0;
     s->cancelled = 0;
     for (int32_t i = 0; i < n_rows; i++) {
-        const cflow_status status = check_row(ctx, &rows[i], i, err);
+        const cflow_status status = begin_row(ctx, i, err);
         if (status != CFLOW_OK) return status;
-        row_status[i] = CFLOW_OK;
-        if (ctx->usage) ctx->usage[i] = (cflow_row_usage){0};
-        if (ctx->faults) ctx->faults[i] = (row_fault){0};
-        s->attended += (uint64_t)rows[i].position + 1;
-        ctx->logit_of_row[i] = -1;
-        if (rows[i].flags & CFLOW_ROW_SCORE) s->score_rows[s->n_scores++] = i;
-        if (!(rows[i].flags & CFLOW_ROW_LOGITS)) continue;
-        if (s->n_logits == (uint32_t)ctx->options.max_sequences)
-            return fail(err, CFLOW_EINVAL, "more than %d rows keep their logits",
-                        ctx->options.max_sequences);
-        ctx->logit_of_row[i] = (int32_t)s->n_logits;
-        s->logit_rows[s->n_logits++] = i;
     }
     if (s->n_scores && !scores) return fail(err, CFLOW_EINVAL, "SCORE rows but nowhere for scores");
     attend_divide(ctx);
     return CFLOW_OK;
 }
 
+/* Adds the weight bytes that the step streamed, but for experts: waves.c counts those. */
 static void count_bytes(cflow_ctx *ctx) {
     const plan *p = ctx->plan;
     const matrix *head = head_matrix(ctx->weights);
