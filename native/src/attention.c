@@ -1,4 +1,3 @@
-/* Attention: rotary tables, what goes into the KV blocks, and attending to them. */
 #include "attention.h"
 
 #include <math.h>
@@ -6,8 +5,9 @@
 
 /* ---- rotary position embedding ---- */
 
-/* Llama 3: wavelengths beyond original / low_freq are divided by the factor, those below
- * original / high_freq kept, a linear blend in between. */
+/* The frequency of a rotation after scaling. Linear: divided by the factor. Llama 3 (its
+ * apply_scaling): divided by the factor below low_freq turns in the original context, unchanged
+ * above high_freq turns, blended linearly between. */
 static double scaled_frequency(const cflow_layer *l, double frequency) {
     if (l->rope_scaling == CFLOW_ROPE_LINEAR) return frequency / l->rope_factor;
     if (l->rope_scaling != CFLOW_ROPE_LLAMA3) return frequency;
@@ -30,6 +30,7 @@ void rope_table(const cflow_layer *l, uint32_t context, float *table) {
     }
 }
 
+/* Rotates the first rope_dim dimensions of a head x. table: cosines and sines of its position. */
 static void rotate(const cflow_layer *l, const float *table, float *x) {
     const uint32_t half = l->rope_dim / 2;
     const uint32_t stride = l->rope_kind == CFLOW_ROPE_HALF ? 1 : 2;
@@ -45,6 +46,7 @@ static void rotate(const cflow_layer *l, const float *table, float *x) {
 
 /* ---- KV blocks ---- */
 
+/* Bytes of a stored element. */
 static size_t kv_element(int32_t kv_type) {
     return kv_type == CFLOW_KV_F32 ? 4 : kv_type == CFLOW_KV_Q8 ? 1 : 2;
 }
@@ -55,6 +57,7 @@ size_t kv_head_bytes(const cflow_layer *l, int32_t kv_type) {
     return round_up(codes + scales, 64);
 }
 
+/* The bytes of one KV head in a block. */
 static uint8_t *kv_head(const cflow_ctx *ctx, uint32_t layer, int32_t block, uint32_t head) {
     return ctx->kv + (size_t)block * ctx->block_bytes + ctx->layer_offset[layer] +
            head * ctx->head_bytes[layer];
@@ -67,10 +70,11 @@ static uint16_t f32_to_bf16(float x) {
     return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-/* Stores x (n,) at element `at`, `stride` elements apart; q8 also stores its scale. */
+/* Stores x (n,) from element `at` on, `stride` elements apart. q8 also stores the scale amax / 127.
+ */
 static void kv_store(const cflow_ctx *ctx, uint8_t *codes, float *scale, const float *x, uint32_t n,
                      size_t at, size_t stride) {
-    float amax = 0, bad = 0; /* bad: NaN if any x is not finite, and then so is the scale */
+    float amax = 0, bad = 0; /* bad: NaN if any x is not finite; the scale is then NaN too */
     float to_codes;
     uint16_t halves[MAX_HEAD_DIM];
     switch ((cflow_kv_type)ctx->options.kv_type) {
@@ -91,7 +95,7 @@ static void kv_store(const cflow_ctx *ctx, uint8_t *codes, float *scale, const f
             bad += x[i] * 0;
         }
         to_codes = 127.0f / amax;
-        if (bad != 0 || !isfinite(to_codes)) to_codes = 0; /* nothing, or too small to divide by */
+        if (bad != 0 || !isfinite(to_codes)) to_codes = 0; /* amax is 0 or too small to divide by */
         *scale = amax / 127.0f + bad;
         for (uint32_t i = 0; i < n; i++)
             ((int8_t *)codes)[at + i * stride] =
@@ -100,6 +104,8 @@ static void kv_store(const cflow_ctx *ctx, uint8_t *codes, float *scale, const f
     }
 }
 
+/* Stores k and v (head_dim,) of a position into its block. K is (head_dim, 32), V (32, head_dim).
+ */
 static void kv_append(const cflow_ctx *ctx, const cflow_layer *l, uint8_t *head, uint32_t position,
                       const float *k, const float *v) {
     const size_t half = CFLOW_KV_BLOCK * (size_t)l->head_dim * kv_element(ctx->options.kv_type);
@@ -110,13 +116,14 @@ static void kv_append(const cflow_ctx *ctx, const cflow_layer *l, uint8_t *head,
              1);
 }
 
-/* ---- OP_KV: one unit is one row and KV head ---- */
+/* ---- OP_KV: a unit is one KV head of one row ---- */
 
+/* 1 / sqrt(mean(x^2) + eps) */
 static float inverse_rms(const cflow_ctx *ctx, const float *x, uint32_t n, float eps) {
     return 1.0f / sqrtf(ctx->k.sum_squares(x, n) / (float)n + eps);
 }
 
-/* Head `head` of a projection x (n_heads * head_dim), normed and rotated, into out (head_dim,). */
+/* Norms and rotates head `head` of a projection x (n_heads, head_dim) into out (head_dim,). */
 static void prepare_head(const cflow_ctx *ctx, const cflow_layer *l, const float *x,
                          uint32_t n_heads, uint32_t head, const matrix *weight, const float *table,
                          float *out) {
@@ -172,13 +179,12 @@ void kv_run(const cflow_ctx *ctx, const op *o, uint32_t first, uint32_t end, int
         kv_unit(ctx, o, u / heads, u % heads, ctx_scratch(ctx, thread));
 }
 
-/* ---- OP_ATTEND: one unit is a row, or a part of one, and a few KV heads ---- */
+/* ---- OP_ATTEND: a unit is a set of KV heads of one row, or of one part of a row ---- */
 
-/* Positions are attended to in parts that begin at multiples of ATTEND_PART, each by itself, and
- * what comes of them is put together in their order: the same floats whether one thread does a row
- * or each of its parts another. */
+/* A row's positions are attended to in parts that begin at multiples of ATTEND_PART. The results of
+ * its parts are then added in order: the floats do not depend on which threads computed them. */
 
-/* The fewest whose output is whole blocks of 32. */
+/* The smallest set of KV heads whose output is a multiple of 32 wide. */
 static uint32_t heads_per_unit(const cflow_layer *l) {
     const uint32_t width = l->n_heads / l->n_kv_heads * l->head_dim;
     for (uint32_t n = 1; n < l->n_kv_heads; n++)
@@ -190,7 +196,7 @@ static uint32_t head_sets(const cflow_layer *l) {
     return l->n_kv_heads / heads_per_unit(l);
 }
 
-/* Of the layer that has the fewest. */
+/* Sets in the layer that has the fewest. */
 static uint32_t fewest_sets(const model_weights *m) {
     uint32_t fewest = UINT32_MAX;
     for (uint32_t i = 0; i < m->header.n_layers; i++) {
@@ -215,13 +221,13 @@ uint64_t attend_cuts(const model_weights *m, const cflow_ctx_options *options) {
     return by_units < by_rows ? by_units : by_rows;
 }
 
-/* Rows of a prompt attend to ever more; taken from both ends in turn any run of them weighs the
- * same. */
+/* The i-th of n rows, taken from both ends in turn. Later rows of a prompt attend to more
+ * positions; in this order, runs of equally many rows cost about the same. */
 static uint32_t fold(uint32_t i, uint32_t n) {
     return i % 2 ? n - 1 - i / 2 : i / 2;
 }
 
-/* Rows are cut if the longest one would be a CUT_UNITS-th of what a thread does, or more. */
+/* Cuts rows if the longest one is at least 1 / CUT_UNITS of a thread's work. */
 void attend_divide(cflow_ctx *ctx) {
     step *s = &ctx->step;
     const uint32_t sets = fewest_sets(ctx->weights), n = s->n_rows;
@@ -251,8 +257,8 @@ span attend_span(const cflow_ctx *ctx, const op *o) {
 
 /* ---- one part of one KV head ---- */
 
-/* What some positions give the query heads of a KV head: o (n, head_dim), m (n,), l (n,) as in
- * attend_args. */
+/* Attention of the n query heads of a KV head to some positions: o (n, head_dim), m (n,), l (n,) as
+ * in attend_args. */
 typedef struct {
     float *o, *m, *l;
 } partial;
@@ -276,13 +282,14 @@ size_t attend_partial_bytes(const model_weights *m) {
     return most * sizeof(float);
 }
 
-/* Of the part and KV head of a row that is cut. */
+/* Where the result of row part `at` and a KV head is kept. */
 static partial kept_partial(const cflow_ctx *ctx, const cflow_layer *l, uint32_t at,
                             uint32_t head) {
     return partial_at(l, ctx->partials + ((size_t)at * l->n_kv_heads + head) * partial_floats(l));
 }
 
-/* Takes in what later positions give. */
+/* Adds the attention to later positions to `sum`. With m the larger of both maxima, o becomes the
+ * mean of both o, weighted by l exp(m_i - m): online softmax. */
 static void add_partial(const cflow_ctx *ctx, const cflow_layer *l, partial sum, partial add) {
     for (uint32_t h = 0; h < l->n_heads / l->n_kv_heads; h++) {
         const float m = sum.m[h] > add.m[h] ? sum.m[h] : add.m[h];
@@ -301,12 +308,13 @@ typedef struct {
     uint32_t first, end;
 } range;
 
+/* The positions that a row attends to. */
 static range positions_of(const cflow_layer *l, const cflow_row *r) {
     const uint32_t end = (uint32_t)r->position + 1;
     return (range){l->window && end > l->window ? end - l->window : 0, end};
 }
 
-/* The parts that hold positions of a row. */
+/* The parts that hold positions a row attends to; a window leaves out the first ones. */
 static range parts_of(const cflow_layer *l, const cflow_row *r) {
     const range p = positions_of(l, r);
     return (range){p.first / ATTEND_PART, (p.end - 1) / ATTEND_PART + 1};
@@ -314,6 +322,7 @@ static range parts_of(const cflow_layer *l, const cflow_row *r) {
 
 enum { PART_BLOCKS = ATTEND_PART / CFLOW_KV_BLOCK };
 
+/* Attends to the positions of one part with the query heads of one KV head. */
 static void attend_part(const cflow_ctx *ctx, const op *o, uint32_t row, uint32_t part,
                         uint32_t head, partial out, float *scratch) {
     const uint32_t layer = (uint32_t)o->layer, start = part * ATTEND_PART;
@@ -346,13 +355,14 @@ static void attend_part(const cflow_ctx *ctx, const op *o, uint32_t row, uint32_
 
 /* ---- units ---- */
 
+/* The output of a KV head's query heads. */
 static float *head_out(const cflow_ctx *ctx, const op *o, uint32_t row, uint32_t head) {
     const cflow_layer *l = model_layer(ctx->weights, (uint32_t)o->layer);
     const buffer *out = ctx_buffer(ctx, o->out[0]);
     return out->f + row * out->ld + (size_t)head * (l->n_heads / l->n_kv_heads) * l->head_dim;
 }
 
-/* All parts of a row, one after the other. */
+/* Attends to all parts of a row, in order. */
 static void attend_row(const cflow_ctx *ctx, const op *o, uint32_t row, uint32_t head,
                        float *scratch) {
     const cflow_layer *l = model_layer(ctx->weights, (uint32_t)o->layer);
@@ -368,7 +378,9 @@ static void attend_row(const cflow_ctx *ctx, const op *o, uint32_t row, uint32_t
     }
 }
 
-/* Part `at` of all parts; 1 if the row's other parts are done too, and with them the row. */
+/* Attends to row part `at`. The thread that finishes a row's last part adds its parts and
+ * returns 1.
+ */
 static int attend_cut(const cflow_ctx *ctx, const op *o, uint32_t at, range heads, float *scratch) {
     const cflow_layer *l = model_layer(ctx->weights, (uint32_t)o->layer);
     const row_part *p = &ctx->row_parts[at];

@@ -1,4 +1,4 @@
-/* What a context tells after a step: logits, faults, values, times; and sampling from it. */
+/* Reads the results of a step from its context: logits, faults, values, times. Samples tokens. */
 #include "ctx.h"
 
 #include <string.h>

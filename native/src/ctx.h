@@ -17,11 +17,11 @@ enum {
     UNIT_BITS = 24   /* bits that count the units of a phase */
 };
 
-typedef struct {          /* an expert that some row chose, in one layer */
-    uint32_t record;      /* in model->records */
-    uint32_t first, n;    /* its rows and outputs in groups */
-    const uint8_t *bytes; /* of its record, once it has come */
-    int is_missed;
+typedef struct {          /* an expert that at least one row chose, in one layer */
+    uint32_t record;      /* index into the weights' records */
+    uint32_t first, n;    /* its part of groups.rows and groups.outputs */
+    const uint8_t *bytes; /* its record, while pinned */
+    int is_missed;        /* 1: the demand has to read its record from disk */
 } active_expert;
 
 /* Which rows chose which expert, for one layer. Output row * top_k + rank is that of the row's
@@ -31,55 +31,55 @@ typedef struct {          /* an expert that some row chose, in one layer */
 typedef struct {
     active_expert *experts; /* (n_active,) */
     uint32_t n_done, n_gated, n_ready, n_active;
-    int is_demanded;
-    int32_t *rows;    /* (chosen,) by expert, then by row */
-    int32_t *outputs; /* (chosen,) */
-    float *weights;   /* by row and rank: 0 where the record could not be read */
-    size_t weights_ld;
+    int is_demanded;   /* 1: the tier has been asked for their records */
+    int32_t *rows;     /* (chosen,) by expert, then by row */
+    int32_t *outputs;  /* (chosen,) */
+    float *weights;    /* (n_rows, top_k); 0 where the record could not be read */
+    size_t weights_ld; /* floats from a row of `weights` to the next */
 } groups;
 
-/* A value's memory: (max_rows * per_row, ld). Columns past the width are zero in what a matrix
- * multiplies; of other values those up to a multiple of 32 may hold anything. */
+/* The memory of a value: rows = max_rows * per_row, each padded to ld columns. If a matrix
+ * multiplies the value, its padding is zero; otherwise padding up to a multiple of 32 may hold
+ * anything. */
 typedef struct {
-    float *f;
-    int8_t *q;    /* and the next two: NULL unless quantized */
-    float *scale; /* (.., ld / 32) */
-    int32_t *sum; /* (.., ld / 16) */
+    float *f;     /* (rows, ld) */
+    int8_t *q;    /* (rows, ld) codes; this and the next two are NULL unless quantized */
+    float *scale; /* (rows, ld / 32) */
+    int32_t *sum; /* (rows, ld / 16) */
     size_t ld;
-    groups *groups; /* for routing lists; then the rest is NULL */
+    groups *groups; /* of a value with n_experts, which has nothing else */
 } buffer;
 
-typedef struct { /* why a row failed: its layer, the record, TIER_OK where it did not */
+typedef struct { /* why a row failed */
     int32_t layer;
-    uint32_t record; /* an expert's; NO_RECORD: the layer's own */
-    tier_result result;
+    uint32_t record;    /* of an expert; NO_RECORD: of the layer itself */
+    tier_result result; /* TIER_OK: the row has not failed */
 } row_fault;
 
-typedef struct { /* what a unit of OP_ATTEND has of a row: a part, or with n_parts 1 all of it */
+typedef struct { /* part `part` of a row's positions; n_parts 1: all of them */
     uint32_t row, part, n_parts;
 } row_part;
 
 typedef struct {
-    const cflow_row *rows;
+    const cflow_row *rows; /* (n_rows,) */
     uint32_t n_rows;
-    uint32_t n_row_parts;
-    int32_t *row_status;
-    cflow_score *scores;
-    int32_t *logit_rows; /* (n_logits,) rows that keep their logits */
-    int32_t *score_rows; /* (n_scores,) */
+    uint32_t n_row_parts; /* in ctx->row_parts */
+    int32_t *row_status;  /* (n_rows,) */
+    cflow_score *scores;  /* (n_scores,) */
+    int32_t *logit_rows;  /* (n_logits,) rows that keep their logits */
+    int32_t *score_rows;  /* (n_scores,) rows that are scored */
     uint32_t n_logits, n_scores;
-    uint64_t attended; /* positions all rows look at together */
+    uint64_t attended; /* positions, summed over rows */
     uint32_t n_phases;
-    atomic_uint phase;      /* the one running; n_phases: none */
-    atomic_uint units_done; /* of the running phase */
+    atomic_uint phase;      /* the running phase; n_phases: none */
+    atomic_uint units_done; /* of the running phase, and the next two */
     uint32_t n_units;
-    atomic_uint grain; /* units that a thread takes at a time, or a multiple */
-    uint64_t began_ns; /* the running phase; 0: none runs */
+    atomic_uint grain; /* threads take multiples of so many units */
+    uint64_t began_ns; /* when the running phase began; 0: none runs */
     int cancelled;
 } step;
 
-/* What is left of a thread's share of the running phase: units [next, end) under the phase's turn.
- */
+/* The units of the running phase that a thread has yet to take, packed by forward.c. */
 typedef struct {
     _Alignas(64) atomic_uint_fast64_t left;
 } share;
@@ -90,7 +90,7 @@ typedef struct {
 
 struct cflow_ctx {
     cflow_model *model;
-    const model_weights *weights; /* these four: the model's */
+    const model_weights *weights; /* the model's, as are the next three */
     const plan *plan;
     tier *tier;
     ring *ring;
@@ -101,21 +101,21 @@ struct cflow_ctx {
     buffer *buffers; /* (n_slots,), or (n_values,) with keep_values */
     uint8_t *kv;     /* (n_kv_blocks, block_bytes) */
     size_t block_bytes;
-    size_t *layer_offset; /* (n_layers,) in a block */
+    size_t *layer_offset; /* (n_layers,) of a layer in a block, in bytes */
     size_t *head_bytes;   /* (n_layers,) of one KV head in a block */
-    int32_t *tables;      /* (max_sequences, max_blocks) */
-    int32_t *table_size;  /* (max_sequences,) */
+    int32_t *tables;      /* (max_sequences, max_blocks) blocks of each sequence */
+    int32_t *table_size;  /* (max_sequences,) how many it has */
     int32_t max_blocks;   /* of one sequence */
-    const float **rope; /* (n_layers,) (max_context, rope_dim) cosines, then sines, of a position */
-    float *logits;      /* (max_sequences, vocab_ld) */
-    float *score_logits; /* (SCORE_ROWS, vocab_ld) */
+    const float **rope;   /* (n_layers,) tables (max_context, rope_dim): see rope_table */
+    float *logits;        /* (max_sequences, vocab_ld) */
+    float *score_logits;  /* (SCORE_ROWS, vocab_ld) */
     size_t vocab_ld;
-    int32_t *logit_of_row;   /* (max_rows,) row of logits, -1: none */
-    row_part *row_parts;     /* (max_rows or attend_cuts,) the parts of a row in their order */
-    float *partials;         /* (attend_cuts, KV heads, ..) */
+    int32_t *logit_of_row;   /* (max_rows,) row in logits; -1: none */
+    row_part *row_parts;     /* (max_rows or attend_cuts,) a row's parts are adjacent, in order */
+    float *partials;         /* (attend_cuts, KV heads, floats of a partial): attention.c */
     atomic_uint *parts_done; /* (attend_cuts, KV heads) at a row's first part; 0 between phases */
-    uint32_t *wanted;        /* where experts are on disk: what a wave waits for */
-    cflow_row_usage *usage;  /* (max_rows,) and the next where any weights are on disk */
+    uint32_t *wanted;        /* records that a wave waits for; NULL unless experts are on disk */
+    cflow_row_usage *usage;  /* (max_rows,) NULL if all weights are in memory, as is the next */
     row_fault *faults;       /* (max_rows,) */
     uint8_t *scratch;        /* (n_threads, scratch_bytes) */
     size_t scratch_bytes;
@@ -126,10 +126,11 @@ struct cflow_ctx {
     atomic_uint_fast64_t stage_count, read_bytes;
 };
 
+/* The buffer of value v. */
 static inline buffer *ctx_buffer(const cflow_ctx *ctx, uint32_t v) {
     return &ctx->buffers[ctx->options.keep_values ? v : ctx->plan->values[v].slot];
 }
-/* Whom an expert op's experts are for. */
+/* The experts of an expert op, with their rows. */
 static inline groups *op_groups(const cflow_ctx *ctx, const op *o) {
     return ctx_buffer(ctx, o->in[1])->groups;
 }

@@ -1,5 +1,5 @@
-/* Opening and closing a context: every byte it will ever use is laid out here, twice: once to
- * count, once to take. */
+/* Opens and closes contexts. All memory that a context will ever use is laid out twice: first to
+ * count it, then to take it. */
 #include "attention.h"
 #include "ctx.h"
 #include "layers.h"
@@ -9,7 +9,7 @@
 
 enum { MAX_THREADS = 256, MAX_ROWS = 1 << 16, MAX_SEQUENCES = 1 << 16 };
 
-/* Memory laid out front to back; with no base it is only counted. */
+/* Memory laid out front to back; without an arena it is only counted. */
 typedef struct {
     arena *memory;
     size_t bytes;
@@ -22,35 +22,38 @@ static void *take(layout *l, size_t n, size_t size) {
 
 static void lay_kv(cflow_ctx *ctx, layout *l) {
     const model_weights *m = ctx->weights;
-    const size_t n = m->header.n_layers;
     ctx->block_bytes = 0;
-    for (uint32_t i = 0; i < n; i++) {
+    for (uint32_t i = 0; i < m->header.n_layers; i++) {
         const cflow_layer *layer = model_layer(m, i);
         ctx->block_bytes += layer->n_kv_heads * kv_head_bytes(layer, ctx->options.kv_type);
     }
     ctx->kv = take(l, (size_t)ctx->options.n_kv_blocks, ctx->block_bytes);
 }
 
-static void lay_buffer(cflow_ctx *ctx, layout *l, buffer *b, uint32_t width, uint32_t per_row,
-                       int quantized, uint32_t n_experts) {
-    const size_t rows = (size_t)ctx->options.max_rows * per_row;
-    *b = (buffer){0};
-    if (n_experts) {
-        groups *g = take(l, 1, sizeof *g);
-        const groups lists = {
-            .experts = take(l, n_experts, sizeof(active_expert)),
-            .rows = take(l, (size_t)ctx->options.max_rows * width, sizeof(int32_t)),
-            .outputs = take(l, (size_t)ctx->options.max_rows * width, sizeof(int32_t))};
-        if (g) *g = lists;
-        b->groups = g;
-        return;
+static groups *lay_groups(const cflow_ctx *ctx, layout *l, const slot *s) {
+    const size_t chosen = (size_t)ctx->options.max_rows * s->width;
+    groups *g = take(l, 1, sizeof *g);
+    const groups lists = {.experts = take(l, s->n_experts, sizeof *lists.experts),
+                          .rows = take(l, chosen, sizeof *lists.rows),
+                          .outputs = take(l, chosen, sizeof *lists.outputs)};
+    if (g) *g = lists;
+    return g;
+}
+
+static buffer lay_buffer(const cflow_ctx *ctx, layout *l, const slot *s) {
+    const size_t rows = (size_t)ctx->options.max_rows * s->per_row;
+    buffer b = {0};
+    if (s->n_experts) {
+        b.groups = lay_groups(ctx, l, s);
+        return b;
     }
-    b->ld = round_up(width, 256);
-    b->f = take(l, rows * b->ld, sizeof(float));
-    if (!quantized) return;
-    b->q = take(l, rows * b->ld, 1);
-    b->scale = take(l, rows * b->ld / 32, sizeof(float));
-    b->sum = take(l, rows * b->ld / 16, sizeof(int32_t));
+    b.ld = round_up(s->width, 256);
+    b.f = take(l, rows * b.ld, sizeof *b.f);
+    if (!s->quantized) return b;
+    b.q = take(l, rows * b.ld, sizeof *b.q);
+    b.scale = take(l, rows * b.ld / 32, sizeof *b.scale);
+    b.sum = take(l, rows * b.ld / 16, sizeof *b.sum);
+    return b;
 }
 
 static void lay_buffers(cflow_ctx *ctx, layout *l) {
@@ -59,19 +62,14 @@ static void lay_buffers(cflow_ctx *ctx, layout *l) {
     const uint32_t n = keep ? p->n_values : p->n_slots;
     buffer *buffers = take(l, n, sizeof *buffers);
     for (uint32_t i = 0; i < n; i++) {
-        buffer b;
-        if (keep)
-            lay_buffer(ctx, l, &b, p->values[i].width, p->values[i].per_row, p->values[i].quantized,
-                       p->values[i].n_experts);
-        else
-            lay_buffer(ctx, l, &b, p->slots[i].width, p->slots[i].per_row, p->slots[i].quantized,
-                       p->slots[i].n_experts);
+        const slot s = keep ? slot_for(&p->values[i]) : p->slots[i];
+        const buffer b = lay_buffer(ctx, l, &s);
         if (buffers) buffers[i] = b;
     }
     ctx->buffers = buffers;
 }
 
-/* Layers with the same rotation share a table. */
+/* Whether two layers can share a table. */
 static int same_rope(const cflow_layer *a, const cflow_layer *b) {
     return a->rope_dim == b->rope_dim && a->rope_base == b->rope_base &&
            a->rope_scaling == b->rope_scaling && a->rope_factor == b->rope_factor &&
@@ -102,14 +100,14 @@ static size_t max_of(size_t a, size_t b) {
     return a > b ? a : b;
 }
 
-/* The most any kind of unit needs of a thread's scratch. */
+/* The scratch of one thread: enough for a unit of any kind. */
 static size_t scratch_bytes(const cflow_ctx *ctx) {
     const size_t gated = 2 * GATED_ROWS * STRIPE_UNITS * UNIT * sizeof(float);
     size_t bytes = max_of(gated, attend_scratch(ctx->weights));
     bytes = max_of(bytes, sample_scratch((int32_t)ctx->weights->header.vocab_size) * sizeof(float));
     for (uint32_t i = 0; i < ctx->weights->header.n_layers; i++)
         bytes = max_of(bytes, model_layer(ctx->weights, i)->n_experts * 5 * sizeof(float));
-    return round_up(bytes, 4096); /* threads do not share lines or pages */
+    return round_up(bytes, 4096); /* so that threads share no cache line and no page */
 }
 
 /* The most experts that wait for their records in one stage. */
@@ -184,6 +182,7 @@ static cflow_status check_option(int ok, const char *name, int32_t given, const 
     return ok ? CFLOW_OK : fail(err, CFLOW_EINVAL, "%s is %d; it must be %s", name, given, want);
 }
 
+/* The most units that an op can have in a phase. */
 static uint64_t most_units(const model_weights *m, const cflow_ctx_options *options, const op *o) {
     const uint64_t rows = (uint64_t)options->max_rows;
     const cflow_role role = o->kind == OP_EXPERT_DOWN ? CFLOW_EXPERT_DOWN : CFLOW_EXPERT_GATE;
@@ -214,7 +213,7 @@ static uint64_t most_units(const model_weights *m, const cflow_ctx_options *opti
            matrix_units(model_matrix(m, (uint32_t)o->layer, role));
 }
 
-/* The units of a phase are counted in UNIT_BITS bits. */
+/* EINVAL if a phase can have more units than UNIT_BITS bits can count. */
 static cflow_status check_units(const cflow_model *model, const cflow_ctx_options *options,
                                 cflow_error *err) {
     const plan *p = model->plan;
@@ -263,6 +262,7 @@ static cflow_status check_options(const cflow_model *m, const cflow_ctx_options 
     return s;
 }
 
+/* *kv_bytes: of KV blocks; *rest_bytes: of everything else. */
 static void lay_all(cflow_ctx *ctx, arena *memory, size_t *kv_bytes, size_t *rest_bytes) {
     layout l = {.memory = memory};
     lay_kv(ctx, &l);
@@ -305,8 +305,8 @@ static cflow_status open_ctx(cflow_ctx *ctx, cflow_error *err) {
     return pool_open(&ctx->pool, ctx->options.n_threads, err);
 }
 
-/* There is one ring; and who waits for records while he holds pins must not wait for another who
- * does. */
+/* A model has one ring. And two contexts that each wait for records while they hold pins would
+ * deadlock: expert_window NONE waits that way. */
 static int has_one_context(const cflow_model *m) {
     return m->ring || (m->tier && m->window == CFLOW_WINDOW_NONE);
 }

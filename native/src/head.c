@@ -1,12 +1,10 @@
-/* The head, in phases after the plan's stages: for rows that keep their logits, then for scored
- * rows in batches; each time first the product, then what is done with the logits. */
 #include "head.h"
 
 #include <math.h>
 
 #include "sample.h"
 
-enum { HEAD_PHASES = 2 };
+enum { HEAD_PHASES = 2 }; /* of a batch: the product, then what needs its logits */
 
 static void compute_logits(cflow_ctx *ctx, const int32_t *rows, uint32_t n, float *y,
                            uint32_t first, uint32_t end) {
@@ -15,6 +13,7 @@ static void compute_logits(cflow_ctx *ctx, const int32_t *rows, uint32_t n, floa
              y + first * UNIT, ctx->vocab_ld);
 }
 
+/* Fails the row of logits i if they are not all finite. */
 static void check_logits(cflow_ctx *ctx, uint32_t i) {
     const uint32_t n = ctx->weights->header.vocab_size;
     int32_t *status = &ctx->step.row_status[ctx->step.logit_rows[i]];
@@ -22,6 +21,7 @@ static void check_logits(cflow_ctx *ctx, uint32_t i) {
         *status = CFLOW_ENUMERIC;
 }
 
+/* Scores the i-th row of the batch that begins at `at`. */
 static void score(cflow_ctx *ctx, uint32_t at, uint32_t i) {
     const step *s = &ctx->step;
     const int32_t row = s->score_rows[at + i];
@@ -40,7 +40,8 @@ uint32_t head_phases(const cflow_ctx *ctx) {
     return HEAD_PHASES * ((s->n_logits != 0) + score_batches);
 }
 
-/* Rows of a head phase: those that keep their logits, or the batch of scored rows from *at. */
+/* The number of rows in a batch. Batch 0 has the rows that keep their logits, if there are any;
+ * each later one has up to SCORE_ROWS scored rows, from *at. */
 static uint32_t head_rows(const cflow_ctx *ctx, uint32_t batch, uint32_t *at) {
     const step *s = &ctx->step;
     if (s->n_logits && batch == 0) return s->n_logits;

@@ -1,5 +1,6 @@
-/* The head, in phases after the plan's stages: for each batch of rows the product with the head's
- * matrix, then what is done with the logits. */
+/* The head: computes logits in phases that follow the plan's stages. The first batch has the rows
+ * that keep their logits, the others scored rows. Each batch has two phases: the product with the
+ * head's matrix; then the check of kept logits, or the scores. */
 #ifndef CFLOW_HEAD_H
 #define CFLOW_HEAD_H
 

@@ -1,16 +1,18 @@
-/* The layer records that a step's stages read: waited for, pinned, and read ahead, as the ring is
- * scheduled. By one thread, between two phases. Without a ring there is nothing to do. */
+/* The layer records of a step: waits for those that a stage reads, pins them, and has later ones
+ * read ahead as the ring (ring.h) has scheduled. Does nothing if the model has no ring.
+ *
+ * Called by one thread at a time, between two phases. */
 #ifndef CFLOW_LAYERS_H
 #define CFLOW_LAYERS_H
 
 #include "ctx.h"
 
-/* Waits for the records that the phase reads and pins them. 0: the step was cancelled, or a read
- * failed and with it every row. */
+/* Before a phase: blocks until the records it reads are in memory, and pins them. Returns 0 if the
+ * step was cancelled, or if a read failed, which fails every row. */
 int layers_begin(cflow_ctx *ctx, uint32_t phase);
-/* After the phase: unpins the records that no later stage reads, and has the next ones read. */
+/* After a phase: unpins the records that no later stage reads, and demands as many others. */
 void layers_end(cflow_ctx *ctx, uint32_t phase);
-/* The step ended early: unpins and withdraws everything. */
+/* The step ends early: unpins all records and withdraws all demands. */
 void layers_abandon(cflow_ctx *ctx);
 
 #endif

@@ -1,4 +1,4 @@
-/* What an open model tells: its headers, its plan, the state of its caches, the rows of a tensor.
+/* Reads an open model: headers, plan, counters of its caches, rows of its tensors; and closes it.
  */
 #include "model.h"
 

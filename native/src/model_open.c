@@ -11,7 +11,7 @@
 
 enum { MAX_READERS = 256 };
 
-/* ---- headers and tables, from what is trusted least ---- */
+/* ---- headers and tables: each part is checked before the next one relies on it ---- */
 
 static cflow_status read_header(model_weights *m, const file *f, cflow_error *err) {
     if (f->bytes < sizeof m->header)
@@ -65,7 +65,7 @@ static cflow_status read_tables(model_weights *m, const file *f, cflow_error *er
     return s ? s : tensors_bind(m, err);
 }
 
-/* ---- options, against the model ---- */
+/* ---- options that the model must allow ---- */
 
 static cflow_status check_io(const cflow_model_options *o, cflow_error *err) {
     if (o->expert_io != CFLOW_IO_DIRECT && o->expert_io != CFLOW_IO_CACHED)
@@ -123,7 +123,6 @@ static cflow_status check_options(const model_weights *m, const cflow_model_opti
 
 /* ---- opening ---- */
 
-/* How records are read. */
 static tier_options read_options(const cflow_model_options *o, const tier_hooks *hooks) {
     tier_options options = {.budget_bytes = o->expert_cache,
                             .timeout_s = o->expert_timeout_s,
@@ -134,7 +133,8 @@ static tier_options read_options(const cflow_model_options *o, const tier_hooks 
     return options;
 }
 
-/* Slots less one for each read, as a read that hangs keeps its slot; unless each record has one. */
+/* All slots but one for each read in flight, as a read that hangs keeps its slot. If every record
+ * has a slot, no other record needs that one. */
 static uint32_t most_pinned(const tier *t, uint32_t n_records, int32_t n_reads) {
     const uint32_t n = tier_slots(t);
     return n == n_records ? n : n - (uint32_t)n_reads;
@@ -157,7 +157,7 @@ static cflow_status open_tier(cflow_model *model, file *f, const tier_options *o
     return s;
 }
 
-/* Everything that stays in memory from now on. */
+/* Reads the weights that stay in memory; without weights only describes them. */
 static cflow_status load_resident(cflow_model *model, file *f, const cflow_model_options *options,
                                   cflow_error *err) {
     model_weights *m = &model->weights;

@@ -1,4 +1,3 @@
-/* The ops on whole rows and whole matrices: products, gated products, the residual stream. */
 #include "ops.h"
 
 #include <math.h>
@@ -6,6 +5,7 @@
 
 /* ---- matrices ---- */
 
+/* x without its first `row` rows. */
 static activations activations_from(activations x, size_t row) {
     const size_t ld = x.ld;
     return (activations){.f = x.f + row * ld,
@@ -39,7 +39,8 @@ void multiply(const cflow_ctx *ctx, const matrix *w, uint32_t first, uint32_t en
 
 void buffer_finish(const cflow_ctx *ctx, const buffer *b, size_t row, size_t column, uint32_t n) {
     const size_t at = row * b->ld + column, padded = round_up(n, 32);
-    memset(b->f + at + n, 0, (padded - n) * sizeof *b->f); /* NaN of the slot's last tenant */
+    memset(b->f + at + n, 0,
+           (padded - n) * sizeof *b->f); /* the slot's previous value may have left NaN */
     if (b->q)
         ctx->k.quantize(b->f + at, (uint32_t)padded, b->q + at, b->scale + at / 32,
                         b->sum + at / 16);
@@ -98,6 +99,7 @@ static float sigmoid(const cflow_ctx *ctx, float x) {
     return 1.0f / (1.0f + e);
 }
 
+/* x = the embedding of a token. */
 static void embed(const cflow_ctx *ctx, int32_t token, float *x) {
     const matrix *w = &ctx->weights->global[CFLOW_EMBEDDING];
     const uint32_t row = (uint32_t)token, n = w->n_cols;
@@ -108,7 +110,8 @@ static void embed(const cflow_ctx *ctx, int32_t token, float *x) {
         for (uint32_t i = 0; i < n; i++) x[i] *= scale;
 }
 
-/* A routed term: its ranks, weighted, in order. Unused ranks have weight 0 and stale contents. */
+/* Sums the weighted outputs of a row's experts by rank. Skips ranks of weight 0, whose outputs may
+ * not exist. */
 static const float *sum_ranks(const cflow_ctx *ctx, const term *t, uint32_t row, uint32_t n) {
     const uint32_t per_row = ctx->plan->values[t->value].per_row;
     const buffer *each = ctx_buffer(ctx, t->value), *weights = ctx_buffer(ctx, t->weights);

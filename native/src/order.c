@@ -1,15 +1,15 @@
-/* The order in which a step reads the weights, out of the plan: what a file in stage order keeps.
- */
+/* The order in which a step reads the tensors, taken from the plan. Files in stage order store
+ * their tensors that way. */
 #include "model.h"
 #include "tensors.h"
 
 typedef struct {
     const model_weights *m;
-    uint32_t *tensors; /* (n,) indices, each once */
+    uint32_t *tensors; /* (n,) indices without repeats */
     uint32_t n;
 } reading;
 
-/* w: a matrix of the weights, which the file may lack; or NULL. */
+/* Appends the tensor of matrix w. Ignores a w that is NULL or not in the file. */
 static void append(reading *r, const matrix *w) {
     const uint32_t t = tensor_of(r->m, w);
     if (t == r->m->header.n_tensors) return;

@@ -87,11 +87,7 @@ static void take_slot(plan *p, value *v) {
     v->slot = 0;
     while (v->slot < p->n_slots && !fits(&p->slots[v->slot], v)) v->slot++;
     if (v->slot == p->n_slots) p->n_slots++;
-    p->slots[v->slot] = (slot){.width = v->width,
-                               .per_row = v->per_row,
-                               .n_experts = v->n_experts,
-                               .quantized = v->quantized,
-                               .free_after = v->last_stage};
+    p->slots[v->slot] = slot_for(v);
 }
 
 /* Values by first stage; each takes the first slot of its shape that is free. */

@@ -12,6 +12,14 @@ typedef struct {
     uint32_t free_after; /* the last stage of its latest value */
 } slot;
 
+static inline slot slot_for(const value *v) {
+    return (slot){.width = v->width,
+                  .per_row = v->per_row,
+                  .n_experts = v->n_experts,
+                  .quantized = v->quantized,
+                  .free_after = v->last_stage};
+}
+
 typedef struct {
     op *ops; /* by stage; in a stage routers and selections come first, as reads wait for them */
     uint32_t n_ops;
