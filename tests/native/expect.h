@@ -1,4 +1,4 @@
-/* What the C tests share: a check that names its place and lets the rest run. */
+/* CHECK: reports a failure with its place and lets the test go on. */
 #ifndef CFLOW_EXPECT_H
 #define CFLOW_EXPECT_H
 

@@ -1,5 +1,5 @@
-/* What the kernel tests share: checks that say what failed, seeded numbers, buffers of exact size
- * so that AddressSanitizer sees a step too far, and the instruction sets of this machine. */
+/* For the kernel tests: a CHECK that ends the test, seeded random numbers, buffers of exact size,
+ * so that AddressSanitizer sees an overrun, and the names of the instruction sets. */
 #ifndef KERNEL_INPUTS_H
 #define KERNEL_INPUTS_H
 
@@ -44,8 +44,7 @@ static inline void *exact(size_t bytes) {
     return memory;
 }
 
-/* A number a kernel may meet: mostly plain, sometimes an edge. `special` lets NaN and infinity in.
- */
+/* A random number, sometimes an edge case; with `special` also NaN or infinity. */
 static inline float odd_float(uint64_t *state, int special) {
     static const float edges[] = {0.0f,   -0.0f,  1e-45f,   -1e-40f,   1.1e-38f,
                                   3e38f,  -3e38f, 88.72f,   -87.4f,    -103.9f,
@@ -58,7 +57,8 @@ static inline int same_float(float a, float b) {
     return memcmp(&a, &b, sizeof a) == 0 || (isnan(a) && isnan(b));
 }
 
-/* Bit for bit, but for which NaN it is: hardware takes a NaN's payload from any operand. */
+/* Checks that the bits are equal, except that all NaNs are: hardware takes the payload of a NaN
+ * from any operand. */
 static inline void check_same(const float *want, const float *got, size_t n, const char *what,
                               const char *isa) {
     for (size_t i = 0; i < n; i++) {

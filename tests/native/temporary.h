@@ -1,5 +1,4 @@
-/* A file that goes with the process, however that ends: its name is gone before anything is in it.
- */
+/* Temporary files that leave nothing behind, however the process ends: they have no name. */
 #ifndef CFLOW_TEMPORARY_H
 #define CFLOW_TEMPORARY_H
 
@@ -7,8 +6,8 @@
 #include <stdlib.h>
 #include <unistd.h>
 
-/* Opens it for reading and writing. path: by which it can be opened again, cut and filled, for as
- * long as the descriptor is open. On /var/tmp: a disk, not memory, has direct reads. */
+/* Opens one for reading and writing. path: a name for it that is valid while the descriptor is
+ * open. In /var/tmp, which is a disk: a file system in memory has no direct reads. */
 static inline int temporary_file(char path[64]) {
     snprintf(path, 64, "/var/tmp/cflow-test-XXXXXX");
     const int fd = mkstemp(path);

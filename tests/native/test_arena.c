@@ -1,4 +1,4 @@
-/* The arena: alignment, bounds, honest failure. */
+/* The arena: alignment, bounds and errors. */
 #include <stdint.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -42,7 +42,7 @@ static void closes_twice_and_leaves_nothing(void) {
     arena_close(&a);
 }
 
-static void says_how_much_is_not_to_be_had(void) {
+static void names_the_bytes_that_it_cannot_allocate(void) {
     arena a;
     cflow_error err;
     CHECK(arena_open(&a, SIZE_MAX, "a test", &err) == CFLOW_ENOMEM, "SIZE_MAX");
@@ -51,7 +51,7 @@ static void says_how_much_is_not_to_be_had(void) {
     CHECK(a.base == NULL, "left open");
 }
 
-/* Two arenas side by side are counted apart: at most all of each. */
+/* Huge pages of two neighbouring arenas are counted separately. */
 static void counts_huge_pages_of_its_own(void) {
     arena a, b;
     CHECK(arena_open(&a, 8 << 20, "a test", NULL) == CFLOW_OK, "open");
@@ -76,7 +76,7 @@ int main(void) {
     hands_out_aligned_zeroed_memory();
     refuses_what_does_not_fit();
     closes_twice_and_leaves_nothing();
-    says_how_much_is_not_to_be_had();
+    names_the_bytes_that_it_cannot_allocate();
     counts_huge_pages_of_its_own();
     zeroed_memory_does_not_wrap();
     printf(failed ? "arena: failed\n" : "arena: ok\n");

@@ -1,6 +1,6 @@
-/* Attention: scalar against a plain softmax in double precision, the others against scalar bit for
- * bit. Memory outside [first, end) holds NaN, blocks before first do not exist, buffers have exact
- * size. */
+/* Attention: scalar against a softmax in double precision, the other instruction sets against
+ * scalar bit for bit. Positions outside [first, end) hold NaN, blocks before `first` are missing,
+ * and buffers have exact size, so that any use of them shows. */
 #include "kernel_inputs.h"
 
 typedef struct {
@@ -15,7 +15,7 @@ static size_t value_bytes(cflow_kv_type type) {
     return type == CFLOW_KV_F32 ? 4 : type == CFLOW_KV_Q8 ? 1 : 2;
 }
 
-/* Stores x (rounded to the type) at index of base; returns what is then there. */
+/* Stores x, rounded to the type, at an index of base. Returns the stored value. */
 static double put(cflow_kv_type type, uint8_t *base, size_t index, float x) {
     const _Float16 half = (_Float16)x;
     uint32_t bits;

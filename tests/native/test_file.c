@@ -1,4 +1,5 @@
-/* Opening model files: good ones give back what was put in, all others are refused by name. */
+/* Opening model files: valid ones give back what was written, all others are rejected with the
+ * reason. */
 #include <fcntl.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -30,7 +31,7 @@ static cflow_status try_open(cflow_model **model, cflow_model_options options, c
     return cflow_model_open(model, &options, err);
 }
 
-/* Opens, expects `want` and `text` in the message, closes. Two NULs match anything. */
+/* Opening must give status `want` and, in its message, `text`. */
 static void refused(cflow_model_options options, cflow_status want, const char *text,
                     const char *what) {
     cflow_model *model;
@@ -216,7 +217,7 @@ static void refuses_bad_calls(void) {
     refused((cflow_model_options){.progress = &cancelled}, CFLOW_ECANCELLED, "cancelled", "cancel");
 }
 
-/* ---- damage: every checksum counts ---- */
+/* ---- damaged files ---- */
 
 static void cut_at(uint64_t bytes, const tiny_image *image) {
     char what[64];
@@ -235,7 +236,7 @@ static void every_truncation_is_named(const tiny_image *image) {
         cut_at(ends[i], image);
     }
     write_image(image);
-    for (uint32_t i = CFLOW_N_SECTIONS - 1; i-- > 0;) { /* from the back: each cuts further */
+    for (uint32_t i = CFLOW_N_SECTIONS - 1; i-- > 0;) { /* backwards, as each cut removes more */
         const cflow_section *s = &tiny_header(image)->sections[i];
         const uint64_t end = s->offset + s->bytes;
         for (uint64_t at = end + 1; at + 2 > end; at--) cut_at(at, image);
@@ -284,7 +285,7 @@ static void every_flipped_byte_is_found(const tiny *f, const tiny_image *image) 
     }
 }
 
-/* ---- lies: right checksums over wrong numbers ---- */
+/* ---- lies: wrong numbers with right checksums ---- */
 
 typedef struct {
     const char *what, *text; /* text: in the refusal */
@@ -461,7 +462,7 @@ static uint64_t lie_offset(const tiny *f, const tiny_image *image, const lie *l)
     return start + (uint64_t)(t - f->tensors) * sizeof *t + l->at;
 }
 
-/* What changes between images lies before the banks. */
+/* Writes the part of the image before the banks: the only part in which images differ. */
 static void write_head(const tiny_image *image) {
     write_bytes(image->data, 0, tiny_header(image)->sections[CFLOW_SECTION_RESIDENT].offset);
 }
@@ -521,7 +522,7 @@ static void missing_tensors_are_named(const tiny *f, const tiny_image *image) {
     write_head(image);
 }
 
-/* Whatever was let through: every tensor is read, and once. */
+/* If the model was accepted, its reading order has every tensor once. */
 static void order_everything(const cflow_model *m) {
     uint32_t order[TINY_MAX_TENSORS];
     int seen[TINY_MAX_TENSORS] = {0};
@@ -531,7 +532,7 @@ static void order_everything(const cflow_model *m) {
         CHECK(order[i] < TINY_MAX_TENSORS && !seen[order[i]]++, "place %u: tensor %u", i, order[i]);
 }
 
-/* Reads every weight of whatever was let through, so that sanitizers see every bound. */
+/* If the model was accepted, reads every weight, so that sanitizers check every bound. */
 static void read_everything(const cflow_model *m) {
     const cflow_header *h = cflow_model_header(m);
     float *row = malloc(sizeof *row << 20);
@@ -607,7 +608,7 @@ int main(void) {
     strides_do_not_wrap(&f, &image);
     missing_tensors_are_named(&f, &image);
     no_lie_crashes(&image);
-    gives_back_what_was_written(&f); /* the tests left the file as it was */
+    gives_back_what_was_written(&f); /* the file is as it was */
     close(fd);
     free(image.data);
     tiny_close(&f);

@@ -1,11 +1,7 @@
 /* Matrix products. Stripes are packed here by docs/format.md from plain matrices; the dequantiser
  * must give those back, scalar must match their product in double precision, and the other
- * instruction sets must match scalar bit for bit. `test_matmul bench` prints speeds instead. */
+ * instruction sets must match scalar bit for bit. */
 #include "kernel_inputs.h"
-
-#include <pthread.h>
-#include <sys/mman.h>
-#include <time.h>
 
 static const char *const names[CFLOW_N_ENCODINGS] = {"f32",  "f16",  "bf16", "q4_0", "q4_1",
                                                      "q8_0", "q8_1", "q4_k", "q6_k"};
@@ -342,7 +338,7 @@ static void test_sizes(void) {
     CHECK(n_column_blocks(CFLOW_Q8_0, 33) == 2 && n_column_blocks(CFLOW_Q4_K, 33) == 8, "blocks");
 }
 
-static int test(void) {
+int main(void) {
     kernels tables[N_ISAS];
     int n_tables = 0;
     uint64_t state = 11;
@@ -358,122 +354,4 @@ static int test(void) {
         printf("%s: ok on %d instruction sets\n", names[encoding], n_tables);
     }
     return 0;
-}
-
-/* ---- bench ----------------------------------------------------------------------------------- */
-
-typedef struct {
-    const kernels *k;
-    uint32_t encoding, n_blocks, n_stripes, m, repeats;
-    const uint8_t *weights;
-    activations x;
-    float *y;
-} load;
-
-static double now(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
-static void *run_load(void *context) {
-    const load *l = context;
-    const size_t bytes = stripe_bytes(l->encoding, 128, l->n_blocks * 32);
-    for (uint32_t repeat = 0; repeat < l->repeats; repeat++) {
-        for (uint32_t s = 0; s < l->n_stripes; s++) {
-            const matmul_args a = {.stripe = l->weights + s * bytes,
-                                   .stripe_groups = 8,
-                                   .n_groups = 8,
-                                   .n_blocks = l->n_blocks,
-                                   .m = l->m,
-                                   .x = l->x,
-                                   .y = l->y,
-                                   .y_ld = 128};
-            l->k->matmul[l->encoding](&a);
-        }
-    }
-    return NULL;
-}
-
-static double seconds(const load *loads, int n_threads) {
-    double best = 1e9;
-    for (int round = 0; round < 5; round++) {
-        pthread_t thread;
-        const double begin = now();
-        if (n_threads == 2) pthread_create(&thread, NULL, run_load, (void *)&loads[1]);
-        run_load((void *)&loads[0]);
-        if (n_threads == 2) pthread_join(thread, NULL);
-        best = fmin(best, now() - begin);
-    }
-    return best;
-}
-
-static activations bench_x(uint32_t rows, size_t ld) {
-    const size_t n = rows * ld;
-    activations x = {.f = calloc(n, 4),
-                     .q = exact(n),
-                     .scale = calloc(n / 32, 4),
-                     .sum = calloc(n / 16, 4),
-                     .ld = ld};
-    memset((void *)x.q, 3, n);
-    return x;
-}
-
-static void bench_ram(const kernels *k, uint32_t encoding, const uint8_t *ram, size_t bytes) {
-    const uint32_t n_blocks = 128;
-    const size_t stripe = stripe_bytes(encoding, 128, n_blocks * 32);
-    const uint32_t n_stripes = (uint32_t)(bytes / 2 / stripe);
-    const activations x = bench_x(1, n_blocks * 32);
-    float y[2][128];
-    printf("%-10s %-5s m=1 RAM ", k->isa, names[encoding]);
-    for (int n_threads = 1; n_threads <= 2; n_threads++) {
-        load loads[2];
-        for (int t = 0; t < 2; t++) {
-            loads[t] = (load){k, encoding, n_blocks, n_stripes, 1, 1, ram + t * n_stripes * stripe,
-                              x, y[t]};
-        }
-        const double rate = (double)n_threads * n_stripes * stripe / seconds(loads, n_threads);
-        printf(" %d thread%s %5.1f GB/s", n_threads, n_threads > 1 ? "s" : "", rate / 1e9);
-    }
-    printf("\n");
-    free_x((activations *)&x);
-}
-
-static void bench_cache(const kernels *k, uint32_t encoding, const uint8_t *ram) {
-    static const uint32_t counts[] = {1, 2, 3, 4, 8, 16, 32, 64};
-    const uint32_t n_blocks =
-        is_float(encoding) ? 16 : 64; /* the stripe stays in the second level */
-    const activations x = bench_x(64, n_blocks * 32);
-    float *y = exact(64 * 128 * sizeof *y);
-    printf("%-10s %-5s GMAC/s  ", k->isa, names[encoding]);
-    for (size_t i = 0; i < sizeof counts / sizeof *counts; i++) {
-        const uint32_t m = counts[i];
-        const load l = {k, encoding, n_blocks, 1, m, 20 + 400 / m, ram, x, y};
-        const double macs = 128.0 * n_blocks * 32 * m * l.repeats;
-        printf(" m=%u %.0f", m, macs / seconds(&l, 1) / 1e9);
-    }
-    printf("\n");
-    free(y);
-    free_x((activations *)&x);
-}
-
-static int bench(const char *isa) {
-    const size_t bytes = (size_t)5 << 28;
-    uint8_t *ram = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    CHECK(ram != MAP_FAILED, "%zu bytes", bytes);
-    madvise(ram, bytes, MADV_HUGEPAGE);
-    memset(ram, 0x31, bytes); /* as f16, bf16 and f32 a small normal number */
-    for (int i = 1; i < N_ISAS; i++) {
-        kernels k;
-        if ((isa != NULL && strcmp(isa, all_isas[i]) != 0) || kernels_select(&k, all_isas[i]))
-            continue;
-        for (uint32_t e = 0; e < CFLOW_N_ENCODINGS; e++) bench_ram(&k, e, ram, bytes);
-        for (uint32_t e = 0; e < CFLOW_N_ENCODINGS; e++) bench_cache(&k, e, ram);
-    }
-    return 0;
-}
-
-int main(int argc, char **argv) {
-    if (argc > 1 && strcmp(argv[1], "bench") == 0) return bench(argc > 2 ? argv[2] : NULL);
-    return test();
 }

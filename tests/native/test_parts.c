@@ -1,6 +1,6 @@
-/* Contexts of several parts of attention: the same bits whether a thread does a row or each of its
- * parts another, alone or among other rows; a plain softmax in double precision over the keys and
- * values as they lie there; what is not looked at holds NaN. */
+/* Attention over contexts of several parts: the same bits whether one thread computes a row or
+ * several compute its parts, alone or among other rows; and close to a softmax in double precision
+ * over the stored keys and values. Positions that are not attended to hold NaN. */
 #include "attention.h"
 #include "tiny_model.h"
 
@@ -34,7 +34,7 @@ static size_t code_bytes(const cflow_ctx *ctx) {
     return ctx->options.kv_type == CFLOW_KV_F32 ? 4 : ctx->options.kv_type == CFLOW_KV_Q8 ? 1 : 2;
 }
 
-/* The scale of a K (v 0) or V (v 1) in 8 bits. */
+/* The scale of a position's q8 codes of K (v is 0) or V (v is 1). */
 static float *scale_of(uint8_t *head, uint32_t v, uint32_t position) {
     return (float *)(void *)(head + 2 * BLOCK_CODES) + v * CFLOW_KV_BLOCK +
            position % CFLOW_KV_BLOCK;
@@ -69,7 +69,7 @@ static double kv_value(const cflow_ctx *ctx, uint8_t *head, uint32_t v, uint32_t
     }
 }
 
-/* bits: random, of which a number between -2 and 2 is made; or NaN. */
+/* Stores a number between -2 and 2 made of random bits, or NaN. */
 static void put(const cflow_ctx *ctx, uint8_t *head, uint32_t v, uint32_t position, uint32_t d,
                 uint32_t bits, int is_nan) {
     uint8_t *code = code_of(ctx, head, v, position, d);
@@ -92,7 +92,7 @@ static void put(const cflow_ctx *ctx, uint8_t *head, uint32_t v, uint32_t positi
     }
 }
 
-/* The same for the same options. Layer 1 has a window, before which there is NaN. */
+/* Fills the KV blocks, always in the same way. Before the window of layer 1 they hold NaN. */
 static void fill_kv(const cflow_ctx *ctx) {
     const uint32_t window = model_layer(ctx->weights, 1)->window;
     for (uint32_t i = 0; i < SEQUENCES * CONTEXT * 4u; i++) {
@@ -175,7 +175,7 @@ static void step_rows(cflow_ctx *ctx, cflow_row *rows, int32_t n, found *out) {
     CHECK(!*err.text, "%s", err.text);
 }
 
-/* Bit for bit, but for which NaN it is. */
+/* Checks that the bits are equal, except that all NaNs are. */
 static int same(const found *a, const found *b, size_t n) {
     const float *x = (const float *)a, *y = (const float *)b;
     for (size_t i = 0; i < n * sizeof *a / sizeof *x; i++)

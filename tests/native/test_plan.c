@@ -30,7 +30,7 @@ static matrix vector(void) {
     return (matrix){.data = (const uint8_t *)64, .n_rows = 1, .n_cols = D};
 }
 
-/* A model of the paper's shape; the caller has set the layers' sources and delays. */
+/* A model of the paper's shape; the caller sets the layers' sources and delays. */
 static model_weights shape(uint32_t n_layers) {
     model_weights m = {.header_only = 1, .layers = layers, .records = records};
     m.header.n_layers = m.header.n_blocks = n_layers;
@@ -188,8 +188,8 @@ static void stock_layers_take_eight_stages(void) {
     plan_close(p);
 }
 
-/* Every norm that can read one stream does: norm1, norm2 and norm3 of its layer, norm2 of the next.
- * All parts that a layer can have; the sanitizers watch the plan's arrays. */
+/* All norms that can read one stream: norm1, norm2 and norm3 of its layer, norm2 of the next.
+ * With all parts that a layer can have. The sanitizers check the bounds of the plan's arrays. */
 static void the_fullest_layers_fit(void) {
     memset(layers, 0, sizeof layers);
     const model_weights m = shape(6);

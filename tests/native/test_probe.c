@@ -1,4 +1,4 @@
-/* The bandwidth probe answers with a speed or says what is wrong. The speed itself is no test. */
+/* The bandwidth probe: it gives a speed, whatever it is, or rejects its arguments. */
 #include <string.h>
 
 #include "cflow.h"
@@ -16,7 +16,7 @@ int main(void) {
     double speed = 0;
     cflow_error err = {{0}};
     CHECK(cflow_probe_bandwidth(&speed, (8 << 20) + 1, 3, 2, &err) == CFLOW_OK, "%s", err.text);
-    CHECK(speed > 1e6 && speed < 1e14, "%g bytes a second", speed);
+    CHECK(speed > 0, "%g bytes per second", speed);
     refuses(4095, 1, 1, "4095 bytes");
     refuses(1 << 20, 0, 1, "0 threads");
     refuses(1 << 20, 1, 0, "0 passes");

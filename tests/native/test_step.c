@@ -1,6 +1,7 @@
-/* The step: the same bits for any number of threads, also far more than cores, cancelling, weights
- * that are not numbers; and what a context refuses to count. */
+/* The step: the same bits for any number of threads, far more than cores included; cancelling;
+ * weights that are NaN; and sizes that a context rejects. */
 #include <pthread.h>
+#include <sched.h>
 
 #include "tiny_model.h"
 
@@ -60,41 +61,50 @@ static void threads_do_not_show(cflow_model *model) {
     }
 }
 
+typedef struct {
+    cflow_ctx *ctx;
+    atomic_int is_over;
+} canceller;
+
+/* Cancels after 0 to 63 more stages: within a step, or after whole ones. */
 static void *cancel_often(void *arg) {
-    for (int i = 0; i < 400; i++) {
-        cflow_ctx_cancel(arg);
-        usleep(50u << i % 8); /* shorter than a step, and longer, however slow this build is */
+    canceller *c = arg;
+    for (uint64_t i = 0; !atomic_load(&c->is_over); i++) {
+        const uint64_t stage = cflow_ctx_stage_count(c->ctx) + i % 64;
+        while (cflow_ctx_stage_count(c->ctx) < stage && !atomic_load(&c->is_over)) sched_yield();
+        cflow_ctx_cancel(c->ctx);
     }
     return NULL;
 }
 
-/* A step ends whole or cancelled, and a cancelled one harms none that follow. */
+/* A step ends whole or cancelled, and a cancelled one does not affect later ones. */
 static void cancelled_steps_leave_no_trace(cflow_model *model) {
     static float want[N_STEPS * TINY_VOCAB], got[N_STEPS * TINY_VOCAB];
     static cflow_score scores[N_SCORES];
     cflow_ctx *ctx = open_ctx(model, 2);
     run(ctx, want, scores);
     pthread_t thread;
-    pthread_create(&thread, NULL, cancel_often, ctx);
+    canceller c = {.ctx = ctx};
+    pthread_create(&thread, NULL, cancel_often, &c);
     cflow_row rows[N_ROWS] = {{0}};
     int32_t status[N_ROWS];
     int n_cancelled = 0, n_whole = 0;
     for (int32_t i = 0; i < N_ROWS; i++)
         rows[i] = (cflow_row){.sequence = i % 2, .token = i % TINY_TOKENS, .position = i / 2};
-    for (int i = 0; i < 1000; i++) {
+    while (n_cancelled < 100 || n_whole < 100) {
         const cflow_status got_status = cflow_ctx_step(ctx, rows, N_ROWS, status, NULL, NULL);
+        CHECK(got_status == CFLOW_OK || got_status == CFLOW_ECANCELLED, "status %d", got_status);
         n_cancelled += got_status == CFLOW_ECANCELLED;
         n_whole += got_status == CFLOW_OK;
     }
+    atomic_store(&c.is_over, 1);
     pthread_join(thread, NULL);
-    CHECK(n_cancelled + n_whole == 1000 && n_cancelled, "%d cancelled, %d whole", n_cancelled,
-          n_whole);
     run(ctx, got, scores);
     CHECK(!memcmp(want, got, sizeof got), "other logits after cancelled steps");
     cflow_ctx_close(ctx);
 }
 
-/* Text from no experts at all must not pass for the model's. */
+/* If the router's logits are NaN, no expert is chosen; the row must not pass for a valid one. */
 static void a_router_of_nan_fails_the_row(void) {
     tiny f = tiny_open();
     const cflow_tensor *router = tiny_tensor(&f, CFLOW_ROUTER, 1);

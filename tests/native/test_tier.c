@@ -1,4 +1,5 @@
-/* The expert tier: the right bytes or a named failure, under every budget, order and fault. */
+/* The tier: the right bytes or a named failure, for every budget, order of calls and fault. Time is
+ * that of a clock that the tests move. */
 #include <errno.h>
 #include <pthread.h>
 #include <sched.h>
@@ -12,31 +13,31 @@
 
 enum { PAGE = 4096, MAX_RECORDS = 16, MAX_BYTES = 5 * PAGE, LOG = 64 };
 
-/* ---- a file of records, and a disk that misbehaves when told to ---- */
+/* ---- a file of records, on a disk whose reads and clock a test controls ---- */
 
 typedef struct {
     char path[64];
-    int own_fd; /* keeps the file */
+    int own_fd; /* keeps the file, which has no name, in existence */
     uint32_t n;
     tier_record records[MAX_RECORDS];
     uint8_t bytes[MAX_RECORDS][MAX_BYTES];
 
     pthread_mutex_t lock;
     pthread_cond_t changed;
-    int held[MAX_RECORDS];  /* reads of it wait until it is let go */
-    int error[MAX_RECORDS]; /* the errno of its reads, 0: none */
-    size_t piece;           /* most bytes of one read; 0: no limit */
-    int interrupts;         /* every second read is cut short by a signal */
+    int held[MAX_RECORDS];  /* 1: reads of the record block */
+    int error[MAX_RECORDS]; /* errno of reads of the record; 0: they succeed */
+    size_t piece;           /* most bytes that one read returns; 0: no limit */
+    int interrupts;         /* not 0: every second read fails with EINTR */
     int refuses_direct;
     int fd, direct_fd;
-    uint32_t log[LOG]; /* records in the order of their reads' beginnings */
+    uint32_t log[LOG]; /* records in the order in which their reads began */
     uint32_t n_log;
-    uint32_t looks; /* at the clock */
-    double time_s, step_s;
-    double rate; /* not 0: no more bytes since from_s than this by the clock, and a little */
+    uint32_t looks;        /* how often the clock was read */
+    double time_s, tick_s; /* the clock, and what each look adds to it */
+    double rate;           /* not 0: the limit on bytes per second since from_s */
     double from_s;
     uint64_t read_bytes; /* since from_s */
-    int too_fast;
+    int too_fast;        /* 1: the limit was exceeded */
 } disk;
 
 static uint32_t crc_bitwise(const uint8_t *data, size_t n) {
@@ -54,7 +55,7 @@ static void write_record(const disk *d, uint32_t r) {
           "cannot write record %u", r);
 }
 
-/* n records of 1, 2, .. pages (all of `pages` if not 0), the last first in the file. */
+/* n records of 1 to 5 pages (or all of `pages`), in the file from the last to the first. */
 static disk *make_disk(uint32_t n, uint32_t pages) {
     disk *d = calloc(1, sizeof *d);
     d->own_fd = temporary_file(d->path);
@@ -117,7 +118,7 @@ static double disk_now(void *arg) {
     disk *d = arg;
     pthread_mutex_lock(&d->lock);
     d->looks++;
-    const double now = d->time_s += d->step_s;
+    const double now = d->time_s += d->tick_s;
     pthread_cond_broadcast(&d->changed);
     pthread_mutex_unlock(&d->lock);
     return now;
@@ -191,7 +192,7 @@ static tier *make_tier(disk *d, int n_threads, uint64_t budget, int cached) {
     return t;
 }
 
-/* Of records of one page. */
+/* For records of one page. */
 static tier *page_tier(disk *d, int n_threads, uint32_t n_slots) {
     return make_tier(d, n_threads, (uint64_t)n_slots * PAGE, 0);
 }
@@ -243,7 +244,7 @@ static void wait_idle(tier *t) {
     while (stats_of(t).n_loading) sched_yield();
 }
 
-/* Demands records; the read of the first has begun and does not end. */
+/* Demands records and returns once the read of the first has begun; it blocks until hold(.., 0). */
 static void hold_in_flight(tier *t, disk *d, const uint32_t *records, uint32_t n) {
     hold(d, records[0], 1);
     tier_demand(t, records, n, NULL);
@@ -270,8 +271,8 @@ static void *wait_for_record(void *arg) {
     return NULL;
 }
 
-/* Returns when it waits: it looks at the clock after it has taken its place. No reader may be
- * looking at it meanwhile. */
+/* Starts a thread that waits for a record and returns once it does: it reads the clock after it has
+ * registered as a waiter. No I/O thread may read the clock meanwhile. */
 static void start_waiter(waiter *w, tier *t, disk *d, uint32_t record) {
     *w = (waiter){.t = t, .d = d, .record = record};
     pthread_mutex_lock(&d->lock);
@@ -375,7 +376,7 @@ static void refuses_wrong_arguments(void) {
     o = good;
     o.max_bytes_per_s = -1;
     expect_refused(d, d->records, 1, o, "-1 bytes a second");
-    expect_refused(d, d->records, 0, good, "no records");
+    expect_refused(d, d->records, 0, good, "without records");
     expect_refused(d, &(tier_record){1, PAGE, 0}, 1, good, "record 0: 4096 bytes at 1");
     expect_refused(d, &(tier_record){0, 0, 0}, 1, good, "record 0: 0 bytes");
     expect_refused(d, &(tier_record){0, 100, 0}, 1, good, "record 0: 100 bytes");
@@ -385,7 +386,7 @@ static void refuses_wrong_arguments(void) {
     tier_close(NULL);
 }
 
-/* ---- what stays, what goes ---- */
+/* ---- eviction ---- */
 
 static void evicts_the_least_recently_used(void) {
     disk *d = make_disk(5, 1);
@@ -446,7 +447,7 @@ static void keeps_what_is_pinned(void) {
     end(t, d);
 }
 
-/* 12 records through 2 slots, any that is there first. */
+/* 12 records through a few slots, each as soon as it is there. */
 static void runs_in_waves(int n_threads, uint32_t n_slots) {
     disk *d = make_disk(12, 1);
     tier *t = page_tier(d, n_threads, n_slots);
@@ -475,7 +476,7 @@ static void runs_in_waves(int n_threads, uint32_t n_slots) {
     end(t, d);
 }
 
-/* A full cache of records demanded for later: they neither move each other nor block a waiter. */
+/* In a cache full of demanded records, a demand evicts none of them, but a waiter does. */
 static void later_demands_give_way_to_waiters_only(void) {
     disk *d = make_disk(5, 1);
     tier *t = page_tier(d, 1, 2);
@@ -496,7 +497,7 @@ static void later_demands_give_way_to_waiters_only(void) {
     end(t, d);
 }
 
-/* Each is evicted only after its waiter has seen it, with no demand to protect it. */
+/* A record that was only waited for is not evicted before its waiter has it. */
 static void waiters_get_what_was_read_for_them(void) {
     disk *d = make_disk(6, 1);
     tier *t = page_tier(d, 1, 2);
@@ -635,11 +636,11 @@ static void cancelled_waits_end(void) {
     end(t, d);
 }
 
-/* The disk looks at the clock before each read; the clock runs only when it is looked at. */
+/* The clock moves only when the tier reads it, before each read of the disk. */
 static void keeps_to_its_rate(int n_threads) {
     disk *d = make_disk(MAX_RECORDS, 0);
     d->rate = 50e6;
-    d->step_s = 5e-6;
+    d->tick_s = 5e-6;
     const uint64_t budget = (uint64_t)(n_threads + 1) * MAX_BYTES;
     tier *t = make_tier(d, n_threads, budget, 0);
     uint32_t all[MAX_RECORDS];
@@ -720,7 +721,7 @@ static void a_cut_file_fails_what_is_gone(int cached) {
     end(t, d);
 }
 
-/* Records read in place of the file's old name are those of the opened file. */
+/* The records are those of the opened file, even if its name is gone. */
 static void a_replaced_file_goes_on_serving(void) {
     disk *d = make_disk(4, 1);
     close(d->own_fd);
@@ -828,7 +829,7 @@ static void close_waits_for_a_healthy_read(void) {
 
 /* ---- ghosts ---- */
 
-/* A cache of so many records, by the book: the time of each one's last use. */
+/* A reference LRU cache: the time of each record's last use. */
 typedef struct {
     uint32_t n_slots;
     uint64_t used[MAX_RECORDS]; /* 0: not in it */
@@ -851,7 +852,7 @@ static void ghosts_tell_what_larger_caches_would_hold(uint32_t n_slots) {
     tier *t = page_tier(d, 1, n_slots);
     plain_lru same = {n_slots}, twice = {2 * n_slots}, four = {4 * n_slots};
     uint64_t uses[MAX_RECORDS];
-    for (uint32_t r = 0; r < d->n; r++) { /* a warm start: larger caches begin with more */
+    for (uint32_t r = 0; r < d->n; r++) { /* a warm start fills larger caches with more */
         uses[r] = d->n - r;
         use_plainly(&same, d->n - 1 - r, r + 1);
         use_plainly(&twice, d->n - 1 - r, r + 1);
@@ -940,7 +941,7 @@ static uint32_t next_random(hammer *h) {
     return h->seed >> 16;
 }
 
-/* Waves of random lists; every wave checks all bytes while it holds them. */
+/* Random lists of records, in waves; all bytes are checked while they are pinned. */
 static void *swing(void *arg) {
     hammer *h = arg;
     for (int round = 0; round < 200; round++) {
@@ -987,7 +988,7 @@ static void many_threads_see_right_bytes(int n_io, uint32_t n_slots, uint32_t ba
     CHECK((n_failed > 0) == (bad < d->n) && (s.failed_io > 0) == (n_failed > 0), "%llu failed",
           (unsigned long long)n_failed);
     CHECK(s.n_resident <= n_slots, "%u resident", s.n_resident);
-    for (uint32_t r = 0; r < d->n; r++) /* no pin or demand was left behind */
+    for (uint32_t r = 0; r < d->n; r++) /* no pin or demand is left */
         if (r != bad) demand_and_get(t, d, r);
     CHECK(stats_of(t).n_resident == (n_slots < d->n ? n_slots : d->n - (bad < d->n)),
           "%u of %u slots serve", stats_of(t).n_resident, n_slots);
@@ -995,7 +996,6 @@ static void many_threads_see_right_bytes(int n_io, uint32_t n_slots, uint32_t ba
 }
 
 int main(void) {
-    alarm(300); /* a lost wake-up would hang: end loudly instead */
     CHECK(crc_bitwise((const uint8_t *)"123456789", 9) == 0xe3069283, "the test's own checksum");
     gives_the_bytes_of_the_file(0, 0, 0, 0);
     gives_the_bytes_of_the_file(1, 0, 0, 0);

@@ -1,6 +1,7 @@
-/* Steps over experts that come from disk: the same bits as with all of them in memory, exact
- * accounts, and faults that concern nobody but the rows that chose the expert. */
+/* Steps over experts on disk: the same bits as with all of them in memory, exact counts, and faults
+ * that affect only the rows that chose the expert. */
 #include <pthread.h>
+#include <sched.h>
 
 #include "ctx.h"
 #include "tiny_model.h"
@@ -12,7 +13,7 @@ enum {
     TOP_K = 2
 };
 
-/* expert -1: all of them */
+/* expert -1: all experts */
 static void set_mood(disk *d, const cflow_model *model, mood_kind mood, int expert) {
     const uint64_t bank = model->weights.header.sections[CFLOW_SECTION_EXPERT_BANK].offset;
     const uint64_t at = expert < 0 ? 0 : bank + model->weights.records[expert].offset;
@@ -49,7 +50,7 @@ static cflow_status run_prompt(cflow_ctx *ctx, answer *out) {
     return tiny_step(ctx, rows, N_ROWS, out);
 }
 
-/* One token of one sequence after another. */
+/* Runs a step of one row, the i-th token. */
 static void run_token(cflow_ctx *ctx, int32_t i, float logits[TINY_VOCAB]) {
     int32_t status;
     cflow_error err = {{0}};
@@ -73,7 +74,8 @@ static void run(cflow_ctx *ctx, answers *out) {
     for (int32_t i = 0; i < N_STEPS; i++) run_token(ctx, i, out->logits[i]);
 }
 
-/* What every test compares with, and which experts each row of the prompt and each token choose. */
+/* The answers with all experts in memory, and which experts each row of the prompt and each token
+ * choose. */
 static answers want;
 static unsigned prompt_experts[N_ROWS], token_experts[N_STEPS]; /* bit sets */
 
@@ -153,8 +155,8 @@ static void without_a_window_there_is_one_context(void) {
     cflow_model_close(model);
 }
 
-/* Without a window all records that a stage needs are waited for first, as many as leave a slot to
- * each read that may hang; all of them where each record has its own. */
+/* CFLOW_WINDOW_NONE: a step pins as many records as leave a slot to each read that may hang; all,
+ * if each record has its own slot. */
 static void what_is_pinned_leaves_slots_to_hang(void) {
     for (int slots = 2; slots <= TINY_EXPERTS; slots++)
         for (int n_reads = 1; n_reads <= 64; n_reads += n_reads < 8 ? 1 : 28) {
@@ -170,13 +172,14 @@ static void what_is_pinned_leaves_slots_to_hang(void) {
         }
 }
 
-/* ---- accounts ---- */
+/* ---- usage ---- */
 
 static int count_bits(unsigned set) {
     return __builtin_popcount(set);
 }
 
-/* Two slots hold exactly the two experts of the token before, so what a token misses is known. */
+/* Two slots hold exactly the two experts of the token before, so the misses of a token are known.
+ */
 static void a_token_pays_for_its_misses_alone(void) {
     cflow_model *model = open_model(2, (cflow_model_options){0}, NULL);
     cflow_ctx *ctx = open_ctx(model, 2);
@@ -257,7 +260,7 @@ static void a_warm_start_leaves_nothing_to_miss(void) {
 
 /* ---- faults ---- */
 
-/* Row i fails if it, or the row before it in its sequence, chose the expert. */
+/* Whether row i fails with the expert: it, or the row before it in its sequence, chose it. */
 static int is_hit(int32_t i, int expert) {
     const unsigned set = prompt_experts[i] | (i % 2 ? prompt_experts[i - 1] : 0);
     return set >> expert & 1;
@@ -284,7 +287,7 @@ static void check_spoilt_prompt(cflow_ctx *ctx, const answer *got, int expert, c
     CHECK(n_failed && n_failed < N_ROWS, "%s: %d rows failed", text, n_failed);
 }
 
-/* The step after it is right, and no pin or demand is left: two slots suffice again. */
+/* Later steps are right, and no pin or demand is left: two slots suffice again. */
 static void a_fault_fails_the_rows_that_need_it(mood_kind mood, cflow_status status,
                                                 const char *text) {
     for (int expert = 0; expert < TINY_EXPERTS; expert++)
@@ -327,7 +330,26 @@ static void every_expert_may_fail(void) {
     cflow_model_close(model);
 }
 
-/* Three slots, two threads: one of each may hang, the others do the work. */
+typedef struct {
+    disk *d;
+    const cflow_model *model;
+} impatience;
+
+/* A thread: makes the read that hangs, and no other, time out. It moves the clock once all demanded
+ * records but that one have been read: the step then waits for it alone, and demands no more. */
+static void *let_time_pass(void *arg) {
+    const impatience *i = arg;
+    cflow_tier_stats s;
+    sem_wait(&i->d->begun);
+    do {
+        sched_yield();
+        cflow_model_tier(i->model, &s);
+    } while (s.reads + 1 < s.misses + s.extra_reads);
+    atomic_fetch_add(&i->d->seconds, 1);
+    return NULL;
+}
+
+/* Three slots, two threads: a read that hangs holds one of each, the others do the work. */
 static void a_disk_that_hangs_fails_the_rows_that_need_it(cflow_window window) {
     static disk disks[3]; /* a read may outlive its model */
     disk *d = &disks[window];
@@ -341,10 +363,14 @@ static void a_disk_that_hangs_fails_the_rows_that_need_it(cflow_window window) {
     answer got;
     char text[64];
     snprintf(text, sizeof text, "layer 1, expert %d: the disk did not answer in time", expert);
+    impatience impatient = {d, model};
+    pthread_t thread;
+    pthread_create(&thread, NULL, let_time_pass, &impatient);
     for (int round = 0; round < 2; round++) {
         CHECK(run_prompt(ctx, &got) == CFLOW_OK, "step");
         check_spoilt_prompt(ctx, &got, expert, CFLOW_EIO, text);
     }
+    pthread_join(thread, NULL);
     cflow_tier_stats s;
     cflow_model_tier(model, &s);
     CHECK(s.failed_timed_out && s.n_overdue == 1, "%llu timed out, %u overdue",
@@ -355,7 +381,7 @@ static void a_disk_that_hangs_fails_the_rows_that_need_it(cflow_window window) {
     cflow_model_close(model);
 }
 
-/* The step returns although the disk does not. */
+/* A cancelled step returns although the disk does not answer. */
 static void a_wait_can_be_cancelled(void) {
     disk d = {0};
     cflow_model *model = open_model(2, (cflow_model_options){0}, &d);
@@ -375,7 +401,7 @@ static void a_wait_can_be_cancelled(void) {
         CHECK(run_prompt(ctx, &got) == CFLOW_OK, "step");
         CHECK(!memcmp(&got, &want.prompt, sizeof got), "other bits after a cancelled wait");
         cflow_ctx_close(ctx);
-        cflow_model_close(model); /* an empty cache again */
+        cflow_model_close(model); /* so that the next round begins with an empty cache */
         model = open_model(2, (cflow_model_options){0}, &d);
         ctx = open_ctx(model, 2);
     }

@@ -38,7 +38,7 @@ typedef struct {
     uint64_t resident_bytes, record_bytes;
 } tiny;
 
-/* What row and column of a tensor hold, in units of its scale; -8 .. 7. */
+/* The value at a row and column of a tensor, in units of its scale; -8 .. 7. */
 static inline int tiny_code(uint32_t role, uint32_t expert, uint32_t row, uint32_t col) {
     return (int)((role * 31 + expert * 17 + row * 7 + col * 3 + row * col) % 16) - 8;
 }
@@ -51,7 +51,7 @@ static inline void tiny_put(uint8_t *at, const void *value, size_t n) {
     memcpy(at, value, n);
 }
 
-/* One value of a stripe of `rows` rows; the block's scales are written again for every column. */
+/* Writes one value of a stripe of `rows` rows, and its block's scale. */
 static inline void tiny_set(const cflow_tensor *t, uint8_t *stripe, uint32_t rows, uint32_t r,
                             uint32_t col, int code) {
     static const uint16_t half = 0x3800, quarter = 0x3400; /* as f16 */
@@ -250,7 +250,7 @@ static inline void *tiny_section(const tiny_image *image, uint32_t section) {
     return image->data + tiny_header(image)->sections[section].offset;
 }
 
-/* Makes the checksums of small sections and header right again after a change. */
+/* Recomputes the checksums of the small sections and the header after a change. */
 static inline void tiny_seal(const tiny_image *image) {
     cflow_header *h = tiny_header(image);
     for (uint32_t i = 0; i <= CFLOW_SECTION_RUN_CRCS; i++) {
@@ -283,7 +283,7 @@ static inline void tiny_checksum_banks(tiny *f, uint32_t *crcs) {
         f->records[e].crc = cflow_crc32c(0, f->experts + f->records[e].offset, padded);
 }
 
-/* The whole file. The caller frees data. */
+/* The bytes of the whole file. The caller frees image.data. */
 static inline tiny_image tiny_write(tiny *f) {
     static const char metadata[] = "{\"name\": \"tiny\", \"eos_ids\": []}", tokenizer[] = "{}";
     uint8_t tokens[1024];

@@ -1,5 +1,5 @@
-/* The tiny file as an open model, read through a disk that misbehaves when told to; contexts and
- * steps over it. */
+/* The tiny file as an open model, read through a disk whose reads and clock a test controls;
+ * contexts and steps over it. */
 #ifndef CFLOW_TINY_MODEL_H
 #define CFLOW_TINY_MODEL_H
 
@@ -13,14 +13,17 @@
 #include "temporary.h"
 #include "tiny_file.h"
 
-/* ---- reads that a test can spoil ---- */
+/* ---- the disk ---- */
+
+/* WELL: as usual; FAILS: EIO; IS_CUT: the file ends; IS_ALTERED: a wrong byte; HANGS: no answer. */
 
 typedef enum { WELL, FAILS, IS_CUT, IS_ALTERED, HANGS } mood_kind;
 
 typedef struct {
-    atomic_int mood, n_left;          /* what becomes of so many reads */
-    atomic_uint_fast64_t first, last; /* that begin there */
-    sem_t begun, go_on;               /* HANGS: posted once; waited for once */
+    atomic_int mood, n_left;          /* what happens to the next n_left reads */
+    atomic_uint_fast64_t first, last; /* that begin at these offsets */
+    sem_t begun, go_on;               /* HANGS: the read posts `begun` and waits for `go_on` */
+    atomic_uint_fast64_t seconds;     /* the clock of timeouts, which only a test moves */
 } disk;
 
 static inline void spoil(disk *d, mood_kind mood, uint64_t first, uint64_t last, int n) {
@@ -55,9 +58,14 @@ static inline ssize_t read_disk(void *arg, int fd, void *out, size_t n, off_t of
     return got;
 }
 
+static inline double disk_now(void *arg) {
+    disk *d = arg;
+    return (double)atomic_load(&d->seconds);
+}
+
 /* ---- models ---- */
 
-/* Through the disk d, if not NULL. Frees the image. */
+/* Opens a model whose file is the image, which it frees. d: the disk for records, or NULL. */
 static inline cflow_status tiny_open_image(cflow_model **model, tiny_image image,
                                            cflow_model_options options, disk *d, cflow_error *err) {
     char path[64];
@@ -68,7 +76,7 @@ static inline cflow_status tiny_open_image(cflow_model **model, tiny_image image
         sem_init(&d->begun, 0, 0);
         sem_init(&d->go_on, 0, 0);
     }
-    const tier_hooks hooks = {.arg = d, .read = read_disk};
+    const tier_hooks hooks = {.arg = d, .read = read_disk, .now = disk_now};
     options.path = path;
     options.n_threads = 1;
     if (!options.expert_threads) options.expert_threads = 1;
@@ -78,7 +86,7 @@ static inline cflow_status tiny_open_image(cflow_model **model, tiny_image image
     return status;
 }
 
-/* Closes f. */
+/* Opens f as a model, and closes f. */
 static inline cflow_model *tiny_open_model(tiny *f, cflow_model_options options, disk *d) {
     cflow_model *model = NULL;
     cflow_error err = {{0}};
@@ -87,6 +95,7 @@ static inline cflow_model *tiny_open_model(tiny *f, cflow_model_options options,
     return model;
 }
 
+/* Opening f must fail with EINVAL and this text. */
 static inline void tiny_refused(tiny *f, cflow_model_options options, const char *text) {
     cflow_model *model;
     cflow_error err = {{0}};
@@ -97,9 +106,9 @@ static inline void tiny_refused(tiny *f, cflow_model_options options, const char
 
 /* ---- contexts and steps ---- */
 
-enum { TINY_ROWS = 24 }; /* of a step, at most */
+enum { TINY_ROWS = 24 }; /* the most rows of a step */
 
-/* Sequences 0, 1, .. own the KV blocks, as many each as the context takes. */
+/* Opens a context and binds the KV blocks to sequences 0, 1, .., max_context positions each. */
 static inline cflow_ctx *tiny_open_ctx(cflow_model *model, cflow_ctx_options options) {
     cflow_ctx *ctx = NULL;
     cflow_error err = {{0}};
@@ -120,7 +129,7 @@ typedef struct {
     cflow_score scores[TINY_ROWS];
 } answer;
 
-/* Zeros where there is nothing, so that answers can be compared whole. */
+/* Runs a step. Rows without logits or score get zeros, so that whole answers can be compared. */
 static inline cflow_status tiny_step(cflow_ctx *ctx, const cflow_row *rows, int32_t n,
                                      answer *out) {
     memset(out, 0, sizeof *out);
@@ -131,7 +140,7 @@ static inline cflow_status tiny_step(cflow_ctx *ctx, const cflow_row *rows, int3
     return status;
 }
 
-/* Row i, with logits and score, has failed and gives nothing. */
+/* Checks that row i, with LOGITS and SCORE, has failed with this status and text. */
 static inline void row_has_failed(cflow_ctx *ctx, const answer *got, int32_t i, cflow_status status,
                                   const char *text) {
     const cflow_score *score = &got->scores[i];
@@ -151,7 +160,7 @@ typedef struct {
     cflow_ctx *ctx;
 } cancellation;
 
-/* A thread: cancels the step once it reads. */
+/* A thread: cancels the step once a read hangs. */
 static inline void *cancel_once_reading(void *arg) {
     const cancellation *c = arg;
     sem_wait(&c->d->begun);
