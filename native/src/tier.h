@@ -21,7 +21,7 @@
  *     failed      its read failed, and a caller that asked for it has not been told yet
  *
  * Order of reads: first the records that a caller is blocked on, then the other demanded ones, then
- * speculated ones; within each class, in the order in which they were asked for.
+ * speculated ones (tier_speculate); within each class, in the order in which they were asked for.
  *
  * Eviction: a read takes a free slot, or that of the least recently used record that is not in use.
  * A record is in use while it is pinned, while a caller is blocked on it, and from its demand until
@@ -35,11 +35,14 @@
  * several callers that together pin every slot. Callers must release their pins before they block,
  * or together leave n_threads slots unpinned.
  *
- * Failures: a read that fails is reported to the callers that demanded the record or are blocked on
- * it. The next demand reads it again. A read that takes longer than timeout_s is reported as
- * TIER_TIMED_OUT, to later callers at once. It keeps its I/O thread and its slot until the kernel
- * returns it; if its bytes are right, the record is resident from then on. Each I/O thread may lose
- * one slot in this way, so the smallest budget is n_threads + 1 slots (or one for every record). */
+ * Failures: tier_acquire reports a failed read to every caller that demanded the record or is
+ * blocked on it. The next demand reads the record again.
+ *
+ * Timeouts: a read that takes longer than timeout_s is reported as TIER_TIMED_OUT, to later callers
+ * at once; so is a queued record once every I/O thread is stuck in such a read. A stuck read keeps
+ * its I/O thread and its slot until the kernel returns it; if its bytes are right, the record is
+ * resident from then on. Each I/O thread may lose one slot in this way, so the smallest budget is
+ * n_threads + 1 slots (or one for each record). */
 #ifndef CFLOW_TIER_H
 #define CFLOW_TIER_H
 
@@ -106,7 +109,8 @@ uint32_t tier_slots(const tier *t);
 void tier_add_memory(const tier *t, cflow_memory *memory);
 
 /* Announces that each of n different records will be acquired once; their reads begin. Counts each
- * as used, and as a hit or a miss. missed: (n,) or NULL; 1 where this demand causes a read. */
+ * as used, and as a hit or a miss. missed: (n,) or NULL; 1 for a miss, which is a record that is
+ * read for this demand or was read ahead for it by speculation. */
 void tier_demand(tier *t, const uint32_t *records, uint32_t n, uint8_t *missed);
 /* Has n records read that may be demanded soon, whenever nothing more urgent is queued. Replaces
  * earlier speculation whose reads have not begun. */
@@ -123,14 +127,15 @@ tier_result tier_acquire(tier *t, const uint32_t *records, uint32_t n, const ato
                          uint32_t *which, const uint8_t **bytes);
 /* Like tier_acquire for one record, but does not block: NULL if it is not resident. */
 const uint8_t *tier_try_acquire(tier *t, uint32_t record);
-/* Ends one pin; its bytes must not be used any more. */
+/* Ends one pin of a record, of those that tier_acquire and tier_try_acquire made. Without pins its
+ * bytes must not be used any more. */
 void tier_release(tier *t, uint32_t record);
 /* Wakes all callers blocked in tier_acquire, so that they check their cancel flags. */
 void tier_interrupt(tier *t);
 
 /* The reason of a failure as a clause about the record: "the file ends inside it". */
 const char *tier_result_text(tier_result result);
-/* The status of whoever needs a record that failed. */
+/* The status for a caller whose record has failed. */
 static inline cflow_status record_status(tier_result result) {
     return result == TIER_CUT || result == TIER_ALTERED ? CFLOW_EFORMAT : CFLOW_EIO;
 }
