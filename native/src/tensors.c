@@ -225,7 +225,7 @@ static cflow_status check_form(const cflow_tensor *t, const want *w, const char 
     return CFLOW_OK;
 }
 
-/* `limit`: bytes of the bank or record it lies in. No sum here can wrap. */
+/* limit: bytes of the bank or record that the tensor is in. No sum here overflows. */
 static cflow_status check_extent(const cflow_tensor *t, uint64_t limit, const char *name,
                                  cflow_error *err) {
     const uint64_t n = n_stripes(t), bytes = last_stripe_bytes(t);

@@ -191,7 +191,7 @@ static void headers_alone_need_no_banks(const tiny_image *image) {
     write_image(image);
 }
 
-static void reads_where_there_are_no_direct_reads(const tiny *f, const tiny_image *image) {
+static void reads_without_direct_io(const tiny *f, const tiny_image *image) {
     char usual[sizeof path];
     memcpy(usual, path, sizeof path);
     snprintf(path, sizeof path, "/dev/shm/cflow-test-%d", (int)getpid());
@@ -229,7 +229,7 @@ static void cut_at(uint64_t bytes, const tiny_image *image) {
     refused((cflow_model_options){0}, CFLOW_EFORMAT, text, what);
 }
 
-static void every_truncation_is_named(const tiny_image *image) {
+static void truncated_files_are_rejected(const tiny_image *image) {
     const uint64_t ends[] = {0, 1, 8, TINY_PAGE - 1, image->bytes - 1};
     for (size_t i = 0; i < sizeof ends / sizeof *ends; i++) {
         write_image(image);
@@ -474,7 +474,7 @@ static tiny_image copy_head(const tiny_image *image) {
     return copy;
 }
 
-static void lies_are_named(const tiny *f, const tiny_image *image) {
+static void wrong_numbers_are_named(const tiny *f, const tiny_image *image) {
     for (size_t i = 0; i < sizeof lies / sizeof *lies; i++) {
         const lie *l = &lies[i];
         tiny_image changed = copy_head(image);
@@ -600,11 +600,11 @@ int main(void) {
     tells_about_itself(&f);
     reading_order_follows_the_plan();
     headers_alone_need_no_banks(&image);
-    reads_where_there_are_no_direct_reads(&f, &image);
+    reads_without_direct_io(&f, &image);
     refuses_bad_calls();
-    every_truncation_is_named(&image);
+    truncated_files_are_rejected(&image);
     every_flipped_byte_is_found(&f, &image);
-    lies_are_named(&f, &image);
+    wrong_numbers_are_named(&f, &image);
     strides_do_not_wrap(&f, &image);
     missing_tensors_are_named(&f, &image);
     no_lie_crashes(&image);

@@ -84,7 +84,7 @@ static cflow_tier_stats stats_of(const cflow_model *model) {
 
 /* ---- bits and accounts ---- */
 
-static void budgets_do_not_show(void) {
+static void budgets_do_not_change_bits(void) {
     for (uint32_t slots = N_LEAST; slots <= N_LAYERS; slots += slots < 4 ? 1 : 3)
         for (int i = 0; i < 2; i++) {
             const cflow_model_options options = {
@@ -138,7 +138,7 @@ static void a_step_reads_what_does_not_stay(void) {
     }
 }
 
-static void memory_is_what_stays(void) {
+static void memory_is_that_of_kept_records(void) {
     cflow_model *all = open_model(0, (cflow_model_options){0}, NULL);
     cflow_model *some = open_model(3, (cflow_model_options){0}, NULL);
     const uint64_t huge_page = 2 << 20;
@@ -191,7 +191,7 @@ static void a_fault_fails_the_step(mood_kind mood, cflow_status status, const ch
 
 /* The first record of a step is read before the step begins. If that read fails, the step reads it
  * again. */
-static void what_failed_ahead_is_read_again(void) {
+static void a_failed_read_ahead_is_repeated(void) {
     disk d = {0};
     cflow_model *model = open_model(N_LEAST, (cflow_model_options){0}, &d);
     cflow_ctx *ctx = open_ctx(model, 2);
@@ -208,7 +208,7 @@ static void what_failed_ahead_is_read_again(void) {
     cflow_model_close(model);
 }
 
-static void what_stays_must_be_right(void) {
+static void kept_records_are_checked(void) {
     tiny f = tiny_open();
     tiny_deepen(&f, N_LAYERS);
     tiny_image image = tiny_write(&f);
@@ -309,7 +309,7 @@ static void matrices_can_be_looked_at(void) {
     cflow_model_close(memory);
 }
 
-static void refuses_what_cannot_be(void) {
+static void rejects_impossible_options(void) {
     tiny f = tiny_open();
     tiny_deepen(&f, N_LAYERS);
     const uint64_t least = N_LEAST * slot_bytes;
@@ -329,20 +329,20 @@ static void refuses_what_cannot_be(void) {
 int main(void) {
     run_in_memory();
     if (failed) return failed;
-    budgets_do_not_show();
+    budgets_do_not_change_bits();
     a_step_reads_what_does_not_stay();
-    memory_is_what_stays();
+    memory_is_that_of_kept_records();
     a_fault_fails_the_step(FAILS, CFLOW_EIO, "the operating system failed the read");
     a_fault_fails_the_step(IS_CUT, CFLOW_EFORMAT, "the file ends inside it");
     a_fault_fails_the_step(IS_ALTERED, CFLOW_EFORMAT,
                            "its checksum is wrong: its bytes were altered");
-    what_failed_ahead_is_read_again();
-    what_stays_must_be_right();
+    a_failed_read_ahead_is_repeated();
+    kept_records_are_checked();
     a_disk_that_hangs_fails_the_step();
     a_wait_can_be_cancelled();
     there_is_one_context();
     matrices_can_be_looked_at();
-    refuses_what_cannot_be();
+    rejects_impossible_options();
     printf(failed ? "ring: failed\n" : "ring: ok\n");
     return failed;
 }

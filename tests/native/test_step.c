@@ -40,7 +40,7 @@ static void run(cflow_ctx *ctx, float *logits, cflow_score *scores) {
     }
 }
 
-static void threads_do_not_show(cflow_model *model) {
+static void threads_do_not_change_bits(cflow_model *model) {
     static float want[N_STEPS * TINY_VOCAB], got[N_STEPS * TINY_VOCAB];
     static cflow_score want_scores[N_SCORES], got_scores[N_SCORES];
     cflow_ctx *one = open_ctx(model, 1);
@@ -157,7 +157,7 @@ int main(void) {
     tiny f = tiny_open();
     cflow_model *model = tiny_open_model(&f, (cflow_model_options){0}, NULL);
     if (model) {
-        threads_do_not_show(model);
+        threads_do_not_change_bits(model);
         cancelled_steps_leave_no_trace(model);
         more_than_can_be_counted_is_refused(model);
     }

@@ -315,7 +315,7 @@ static void gives_the_bytes_of_the_file(int cached, size_t piece, int interrupts
 
 /* ---- opening ---- */
 
-static void says_what_the_smallest_budget_is(void) {
+static void names_the_smallest_budget(void) {
     disk *d = make_disk(MAX_RECORDS, 0);
     for (int threads = 1; threads <= 3; threads++) {
         const uint64_t least = (uint64_t)(threads + 1) * MAX_BYTES;
@@ -328,7 +328,7 @@ static void says_what_the_smallest_budget_is(void) {
         snprintf(want, sizeof want, "must hold %d: %llu bytes", threads + 1,
                  (unsigned long long)least);
         CHECK(strstr(err.text, want), "%s", err.text);
-        CHECK(f.fd >= 0, "the file was taken all the same");
+        CHECK(f.fd >= 0, "the file was taken over nevertheless");
         file_close(&f);
         CHECK(!open_tier(&t, d, threads, least, 0, &f, &err), "%s", err.text);
         const cflow_tier_stats s = stats_of(t);
@@ -443,7 +443,7 @@ static void keeps_what_is_pinned(void) {
     tier_release(t, kept);
     tier_release(t, kept);
     for (uint32_t r = 1; r < d->n; r++) demand_and_get(t, d, r);
-    CHECK(!is_resident(t, kept), "never let go");
+    CHECK(!is_resident(t, kept), "never evicted");
     end(t, d);
 }
 
@@ -477,7 +477,7 @@ static void runs_in_waves(int n_threads, uint32_t n_slots) {
 }
 
 /* In a cache full of demanded records, a demand evicts none of them, but a waiter does. */
-static void later_demands_give_way_to_waiters_only(void) {
+static void only_waiters_evict_demanded_records(void) {
     disk *d = make_disk(5, 1);
     tier *t = page_tier(d, 1, 2);
     tier_demand(t, (const uint32_t[]){0, 1}, 2, NULL);
@@ -556,7 +556,7 @@ static void reads_the_most_urgent_first(void) {
     end(t, d);
 }
 
-static void waiting_turns_speculation_into_need(void) {
+static void waiting_makes_speculation_urgent(void) {
     disk *d = make_disk(4, 1);
     tier *t = page_tier(d, 1, 4);
     waiter w;
@@ -571,7 +571,7 @@ static void waiting_turns_speculation_into_need(void) {
     end(t, d);
 }
 
-static void speculation_is_accounted_for(void) {
+static void speculation_is_counted(void) {
     disk *d = make_disk(8, 1);
     tier *t = page_tier(d, 1, 2);
     tier_speculate(t, (const uint32_t[]){0, 1}, 2);
@@ -613,7 +613,7 @@ static void withdrawn_demands_are_not_read(void) {
     start_waiter(&w, t, d, 2);
     tier_withdraw(t);
     hold(d, 0, 0);
-    CHECK(!end_waiter(&w), "a waiter still gets his");
+    CHECK(!end_waiter(&w), "a waiter still gets its record");
     tier_demand(t, (const uint32_t[]){4, 1}, 2, NULL);
     wait_reads(d, 4); /* nothing holds the slots */
     CHECK(!get(t, d, 4) && !get(t, d, 1), "4 and 1");
@@ -660,7 +660,7 @@ static void keeps_to_its_rate(int n_threads) {
 
 /* ---- faults ---- */
 
-static void a_failed_read_fails_who_wants_it(void) {
+static void a_failed_read_fails_its_callers(void) {
     disk *d = make_disk(4, 1);
     tier *t = page_tier(d, 1, 2);
     const uint32_t r = 1;
@@ -670,13 +670,13 @@ static void a_failed_read_fails_who_wants_it(void) {
     start_waiter(&a, t, d, r);
     start_waiter(&b, t, d, r);
     hold(d, r, 0);
-    CHECK(end_waiter(&a) == TIER_EIO && end_waiter(&b) == TIER_EIO, "both hear of it");
+    CHECK(end_waiter(&a) == TIER_EIO && end_waiter(&b) == TIER_EIO, "both are told");
     CHECK(stats_of(t).failed_io == 1, "one read failed");
 
-    tier_demand(t, &r, 1, NULL); /* fails before anybody waits */
+    tier_demand(t, &r, 1, NULL); /* fails before a caller waits */
     while (stats_of(t).failed_io < 2) sched_yield();
     set_error(d, r, 0);
-    CHECK(get(t, d, r) == TIER_EIO, "who demanded it hears of it");
+    CHECK(get(t, d, r) == TIER_EIO, "its demand is told");
     check_log(d, "11", __LINE__);
     demand_and_get(t, d, r);
     check_log(d, "111", __LINE__);
@@ -685,7 +685,7 @@ static void a_failed_read_fails_who_wants_it(void) {
     end(t, d);
 }
 
-static void an_altered_record_is_no_record(void) {
+static void altered_records_are_rejected(void) {
     disk *d = make_disk(4, 1);
     tier *t = page_tier(d, 2, 3);
     for (uint32_t at = 0; at < PAGE; at += PAGE - 1) {
@@ -693,7 +693,7 @@ static void an_altered_record_is_no_record(void) {
         write_record(d, 2);
         CHECK(get(t, d, 2) == TIER_ALTERED, "byte %u", at);
         CHECK(!get(t, d, 1) && !get(t, d, 3), "the others are fine");
-        CHECK(!tier_try_acquire(t, 2), "given out all the same");
+        CHECK(!tier_try_acquire(t, 2), "pinned nevertheless");
         d->bytes[2][at] ^= 0x10;
         write_record(d, 2);
         CHECK(!get(t, d, 2), "right again");
@@ -705,7 +705,7 @@ static void an_altered_record_is_no_record(void) {
     end(t, d);
 }
 
-static void a_cut_file_fails_what_is_gone(int cached) {
+static void a_cut_file_fails_the_lost_records(int cached) {
     disk *d = make_disk(4, 2); /* 3, 2, 1, 0 in the file */
     tier *t = make_tier(d, 1, 4 * PAGE, cached);
     CHECK(!get(t, d, 0), "whole");
@@ -735,7 +735,7 @@ static void a_replaced_file_goes_on_serving(void) {
     end(t, d);
 }
 
-static void a_read_that_hangs_is_given_up(void) {
+static void a_read_that_hangs_times_out(void) {
     disk *d = make_disk(8, 1);
     tier *t = page_tier(d, 2, 3);
     waiter w;
@@ -743,9 +743,9 @@ static void a_read_that_hangs_is_given_up(void) {
     start_waiter(&w, t, d, 0);
     for (uint32_t r = 1; r < d->n; r++) demand_and_get(t, d, r); /* the other thread works */
     advance(d, 10);
-    demand_and_get(t, d, 1); /* its end wakes the waiter */
+    demand_and_get(t, d, 1); /* the end of this read wakes the waiter */
     CHECK(end_waiter(&w) == TIER_TIMED_OUT, "%s", tier_result_text(w.result));
-    CHECK(get(t, d, 0) == TIER_TIMED_OUT, "later ones hear at once");
+    CHECK(get(t, d, 0) == TIER_TIMED_OUT, "later callers are told at once");
     cflow_tier_stats s = stats_of(t);
     CHECK(s.failed_timed_out == 1 && s.n_overdue == 1 && s.n_loading == 1,
           "%llu timed out, %u overdue", (unsigned long long)s.failed_timed_out, s.n_overdue);
@@ -759,7 +759,7 @@ static void a_read_that_hangs_is_given_up(void) {
     end(t, d);
 }
 
-static void behind_a_dead_disk_nobody_waits_forever(void) {
+static void queued_records_time_out_too(void) {
     disk *d = make_disk(4, 1);
     tier *t = page_tier(d, 1, 2);
     hold_in_flight(t, d, (const uint32_t[]){0, 1}, 2);
@@ -768,7 +768,7 @@ static void behind_a_dead_disk_nobody_waits_forever(void) {
     uint32_t which;
     const uint8_t *bytes;
     CHECK(tier_acquire(t, (const uint32_t[]){3, 0}, 2, NULL, &which, &bytes) == TIER_TIMED_OUT,
-          "any of both");
+          "either of two");
     hold(d, 0, 0);
     wait_resident(t, 1);
     CHECK(!get(t, d, 1) && !get(t, d, 2) && !get(t, d, 3), "it answers again");
@@ -797,7 +797,7 @@ static void times_out_by_the_real_clock(void) {
     end(t, d);
 }
 
-static void close_leaves_a_stuck_read_to_the_kernel(void) {
+static void close_abandons_a_stuck_read(void) {
     disk *d = make_disk(4, 1);
     tier *t = make_tier(d, 2, 3 * PAGE, 0);
     char descriptor[32];
@@ -808,7 +808,7 @@ static void close_leaves_a_stuck_read_to_the_kernel(void) {
     tier_close(t);
     CHECK(!access(descriptor, F_OK), "its descriptor is needed still");
     hold(d, 0, 0);
-    while (!access(descriptor, F_OK)) sched_yield(); /* let go in the end */
+    while (!access(descriptor, F_OK)) sched_yield(); /* closed in the end */
     drop_disk(d);
 }
 
@@ -890,7 +890,7 @@ static void ghosts_tell_what_larger_caches_would_hold(uint32_t n_slots) {
 /* ---- warm start ---- */
 
 static void a_warm_start_reads_the_most_used(void) {
-    disk *d = make_disk(6, 1); /* 5 lies first */
+    disk *d = make_disk(6, 1); /* record 5 is the first in the file */
     tier *t = page_tier(d, 1, 3);
     const uint64_t uses[] = {7, 0, 3, 9, 1, 4};
     cflow_progress p = {0};
@@ -1002,7 +1002,7 @@ int main(void) {
     gives_the_bytes_of_the_file(0, PAGE, 0, 0);
     gives_the_bytes_of_the_file(0, 1000, 1, 0);
     gives_the_bytes_of_the_file(0, 0, 1, 1);
-    says_what_the_smallest_budget_is();
+    names_the_smallest_budget();
     takes_no_more_slots_than_records();
     refuses_wrong_arguments();
     evicts_the_least_recently_used();
@@ -1011,25 +1011,25 @@ int main(void) {
     runs_in_waves(1, 2);
     runs_in_waves(2, 3);
     runs_in_waves(4, 12);
-    later_demands_give_way_to_waiters_only();
+    only_waiters_evict_demanded_records();
     waiters_get_what_was_read_for_them();
     shares_a_read_in_flight();
     reads_the_most_urgent_first();
-    waiting_turns_speculation_into_need();
-    speculation_is_accounted_for();
+    waiting_makes_speculation_urgent();
+    speculation_is_counted();
     withdrawn_demands_are_not_read();
     cancelled_waits_end();
     keeps_to_its_rate(1);
     keeps_to_its_rate(3);
-    a_failed_read_fails_who_wants_it();
-    an_altered_record_is_no_record();
-    a_cut_file_fails_what_is_gone(0);
-    a_cut_file_fails_what_is_gone(1);
+    a_failed_read_fails_its_callers();
+    altered_records_are_rejected();
+    a_cut_file_fails_the_lost_records(0);
+    a_cut_file_fails_the_lost_records(1);
     a_replaced_file_goes_on_serving();
-    a_read_that_hangs_is_given_up();
-    behind_a_dead_disk_nobody_waits_forever();
+    a_read_that_hangs_times_out();
+    queued_records_time_out_too();
     times_out_by_the_real_clock();
-    close_leaves_a_stuck_read_to_the_kernel();
+    close_abandons_a_stuck_read();
     close_waits_for_a_healthy_read();
     for (uint32_t n_slots = 2; n_slots <= MAX_RECORDS; n_slots++)
         ghosts_tell_what_larger_caches_would_hold(n_slots);

@@ -113,7 +113,7 @@ static void same_bits(cflow_model *model, int n_threads, const char *what) {
 
 /* ---- bits ---- */
 
-static void budgets_do_not_show(void) {
+static void budgets_do_not_change_bits(void) {
     for (int slots = 2; slots <= TINY_EXPERTS; slots++)
         for (int i = 0; i < 6; i++) {
             const int io = i % 2 ? CFLOW_IO_CACHED : CFLOW_IO_DIRECT, window = i / 2;
@@ -455,7 +455,7 @@ static void memory_is_weights_and_slots(void) {
 int main(void) {
     run_in_memory();
     if (failed) return failed;
-    budgets_do_not_show();
+    budgets_do_not_change_bits();
     contexts_share_the_cache();
     without_a_window_there_is_one_context();
     what_is_pinned_leaves_slots_to_hang();

@@ -206,7 +206,7 @@ static inline tiny tiny_open(void) {
     tiny_matrix(&f, CFLOW_SHARED_SCALE, 1, CFLOW_F32, 1, TINY_D, 32);
     tiny_experts(&f);
     tiny_vector(&f, CFLOW_FINAL_NORM, CFLOW_MODEL_LEVEL, TINY_D);
-    f.resident_bytes += TINY_RUN; /* a gap: the head lies in the second run */
+    f.resident_bytes += TINY_RUN; /* a gap: the head is in the second run */
     tiny_matrix(&f, CFLOW_HEAD, CFLOW_MODEL_LEVEL, CFLOW_Q4_0, TINY_VOCAB, TINY_D, 64);
     return f;
 }
@@ -218,7 +218,7 @@ static inline void tiny_deepen(tiny *f, uint32_t n_layers) {
         f->layers[b].d_ff = TINY_D_FF;
         f->resident_bytes += TINY_RUN;
         tiny_attention(f, b);
-        f->resident_bytes += TINY_RUN / 2; /* so that its matrices lie in several runs */
+        f->resident_bytes += TINY_RUN / 2; /* so that its matrices are in several runs */
         f->resident_bytes = tiny_gated(f, CFLOW_GATE, b, TINY_D_FF, 32, f->resident_bytes);
     }
     f->header.n_layers = f->header.n_blocks = n_layers;
