@@ -201,7 +201,7 @@ static uint64_t most_units(const model_weights *m, const cflow_ctx_options *opti
         return max_of(rows, attend_cuts(m, options)) *
                model_layer(m, (uint32_t)o->layer)->n_kv_heads;
     case OP_SELECT:
-    case OP_GUESS:
+    case OP_SPECULATE:
         return 1;
     case OP_EXPERT_GATED:
     case OP_EXPERT_DOWN:

@@ -31,7 +31,7 @@ static span span_of(const cflow_ctx *ctx, const op *o, uint32_t index) {
     case OP_ATTEND:
         return attend_span(ctx, o);
     case OP_SELECT:
-    case OP_GUESS:
+    case OP_SPECULATE:
         return (span){.units = 1, .cost = 1};
     case OP_EXPERT_GATED:
     case OP_EXPERT_DOWN:
@@ -61,8 +61,8 @@ static void run_span(cflow_ctx *ctx, const op *o, uint32_t index, uint32_t first
     case OP_SELECT:
         select_run(ctx, o, thread);
         break;
-    case OP_GUESS:
-        guess_run(ctx, o, thread);
+    case OP_SPECULATE:
+        speculate_run(ctx, o, thread);
         break;
     case OP_EXPERT_GATED:
     case OP_EXPERT_DOWN:

@@ -271,16 +271,16 @@ static void build_experts(builder *b, uint32_t layer, uint32_t stream, const cha
 
 /* The next layer's router applied to the stream that this layer's experts read: its choice is read
  * ahead. For stock layers only, whose experts have no delay that could hide the reads. */
-static void build_guess(builder *b, uint32_t layer, uint32_t stream) {
+static void build_speculation(builder *b, uint32_t layer, uint32_t stream) {
     const uint32_t next = layer + 1;
     if (!b->options.speculate || next == b->m->header.n_layers) return;
     const cflow_layer *l = model_layer(b->m, layer), *n = model_layer(b->m, next);
     if (!n->n_experts || n->expert_delay || n->expert_anchor != CFLOW_POST_ATTENTION ||
         l->expert_anchor != CFLOW_POST_ATTENTION)
         return;
-    const uint32_t x = expert_norm(b, stream, next, "guess_norm");
-    const op *route = build_router(b, next, x, "guess_route", "guess_router");
-    new_op(b, OP_GUESS, PART_ROUTER, next, "guess")->in[0] = route->pieces[0].out;
+    const uint32_t x = expert_norm(b, stream, next, "ahead_norm");
+    const op *route = build_router(b, next, x, "ahead_route", "ahead_router");
+    new_op(b, OP_SPECULATE, PART_ROUTER, next, "speculate")->in[0] = route->pieces[0].out;
 }
 
 /* ---- layers ---- */
@@ -342,7 +342,7 @@ static void build_layer(builder *b, uint32_t layer) {
         /* A weight that norms two streams makes two values, so they need two names. */
         const int one_norm = l->norms_shared && (!l->d_ff || expert_stream == dense_stream);
         build_experts(b, layer, expert_stream, one_norm ? "norm2" : "norm3");
-        build_guess(b, layer, expert_stream);
+        build_speculation(b, layer, expert_stream);
     }
     if (l->d_ff) dense = build_dense(b, layer, dense_stream);
     b->streams[layer + 1] = build_output(b, layer, x_mid, attention, dense);

@@ -27,7 +27,7 @@ typedef enum {
     OP_SELECT,       /* top-k of the router's logits, and the rows of each expert */
     OP_EXPERT_GATED, /* OP_GATED for each expert that a row chose */
     OP_EXPERT_DOWN,  /* the experts' down products */
-    OP_GUESS         /* applies a layer's router one layer early, and has its choices read */
+    OP_SPECULATE     /* applies a layer's router one layer early, and has its choices read */
 } op_kind;
 
 /* What `in` and `out` of an op mean. OP_COMBINE and OP_MATMUL make further values: norms, sums,
@@ -42,7 +42,7 @@ typedef enum {
  *     OP_SELECT        router logits                see below
  *     OP_EXPERT_GATED  x, groups                    hidden
  *     OP_EXPERT_DOWN   hidden, groups               what each expert yields
- *     OP_GUESS         router logits                - */
+ *     OP_SPECULATE     router logits                - */
 enum { N_IN = 4, N_OUT = 5 };
 enum { SELECT_IDS, SELECT_WEIGHTS, SELECT_GROUPS, SELECT_LATE_WEIGHTS, SELECT_LATE_GROUPS };
 
@@ -111,7 +111,7 @@ typedef struct {
 } graph;
 
 typedef struct {
-    int speculate;  /* 1: experts of the next layer are guessed and read ahead */
+    int speculate;  /* 1: experts of the next layer are speculated on and read ahead */
     uint32_t defer; /* experts of a token that join the stream one layer late */
 } graph_options;
 

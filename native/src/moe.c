@@ -153,11 +153,11 @@ void select_run(cflow_ctx *ctx, const op *o, int thread) {
     waves_selected(ctx, o, ctx_scratch(ctx, thread));
 }
 
-/* ---- OP_GUESS ---- */
+/* ---- OP_SPECULATE ---- */
 
 /* Speculates on the experts with the largest sum of weights over all rows. At most a quarter of the
  * cache, so that they evict neither each other nor what the layer itself needs. */
-void guess_run(cflow_ctx *ctx, const op *o, int thread) {
+void speculate_run(cflow_ctx *ctx, const op *o, int thread) {
     const cflow_layer *l = model_layer(ctx->weights, (uint32_t)o->layer);
     const buffer *logits = ctx_buffer(ctx, o->in[0]);
     float *p = ctx_scratch(ctx, thread), *votes = p + l->n_experts;

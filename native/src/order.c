@@ -49,7 +49,7 @@ static void append_op(reading *r, const op *o) {
         break;
     case OP_ATTEND:
     case OP_SELECT:
-    case OP_GUESS:
+    case OP_SPECULATE:
         break;
     }
 }

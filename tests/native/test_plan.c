@@ -220,7 +220,8 @@ static void the_fullest_layers_fit(void) {
         layers[i].expert_delay = 0;
     }
     p = planned(&m, both);
-    CHECK(find_op(p, "L1.guess")->stage == find_op(p, "L0.select")->stage, "guessed late");
+    CHECK(find_op(p, "L1.speculate")->stage == find_op(p, "L0.select")->stage,
+          "speculated too late");
     CHECK(find_op(p, "L0.late_down")->stage == find_op(p, "L1.expert_down")->stage,
           "deferred experts do not run with those of the next layer");
     CHECK(find_op(p, "L0.x_mid")->n_norms == 3, "%u norms", find_op(p, "L0.x_mid")->n_norms);
