@@ -151,19 +151,19 @@ def test_deferred_experts(name: str, share: float, tmp_path: Path) -> None:
 # ---- speculation ----
 
 
-def test_stock_models_guess_the_next_layers_experts(case: Case) -> None:
-    """A guess has the stage of the selection before it; a delay is window enough."""
+def test_stock_models_speculate_on_the_next_layers_experts(case: Case) -> None:
+    """An op of speculation is in the stage of the selection before it; delayed experts need none."""
     experts: ExpertOptions = {"cache": cache_of(case, 0.5)}
     model = Model(str(case.path), experts=experts)
     stages = {op.name: op.stage for op in model.ops}
     routed = [i for i, layer in enumerate(model.layers) if layer.n_experts]
-    guessed = [i for i in routed if f"L{i}.guess" in stages]
+    speculated = [i for i in routed if f"L{i}.speculate" in stages]
     is_delayed = any(layer.expert_delay for layer in model.layers)
-    assert guessed == ([] if is_delayed else [i for i in routed if i - 1 in routed])
-    for i in guessed:
-        assert stages[f"L{i}.guess"] == stages[f"L{i - 1}.select"]
+    assert speculated == ([] if is_delayed else [i for i in routed if i - 1 in routed])
+    for i in speculated:
+        assert stages[f"L{i}.speculate"] == stages[f"L{i - 1}.select"]
     plain = Model(str(case.path), experts={**experts, "speculate": False})
-    assert not any("guess" in op.name for op in plain.ops)
+    assert not any("speculate" in op.name for op in plain.ops)
     assert plain.plan == Model(str(case.path)).plan
 
 
