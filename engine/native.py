@@ -180,7 +180,7 @@ def _expert_options(options: ExpertOptions) -> dict[str, Any]:
     return {
         "expert_cache": options["cache"],
         "expert_io": const.Io[options.get("io", "direct").upper()],
-        "expert_threads": options.get("expert_reads", EXPERT_READS),
+        "expert_reads": options.get("expert_reads", EXPERT_READS),
         "expert_timeout_s": options.get("timeout_s", 10.0),
         "expert_bytes_per_s": options.get("bytes_per_s", 0.0),
         "speculate": options.get("speculate", True),

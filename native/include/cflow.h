@@ -256,7 +256,7 @@ typedef struct {
     int32_t expert_io;      /* cflow_io: bypass the page cache (where possible), or use it */
     uint64_t expert_cache;  /* bytes of RAM for experts; the others stay in the file and are read
                                when they are needed; 0: all experts are in RAM */
-    int32_t expert_threads; /* most reads in flight, 1 to 64 */
+    int32_t expert_reads; /* most reads in flight, 1 to 64 */
     int32_t speculate;      /* 1: without a delay, read the experts ahead that the next layer's
                                router would choose for this layer's stream; 0: only to measure */
     int32_t defer_experts;  /* add this many experts of each token, those with the least weight, one
@@ -275,7 +275,7 @@ typedef struct {
 /* Opens and checks a model file and reads its weights, by direct I/O where the file system allows
  * it. Errors: EFORMAT names the part of the file and the numbers; EIO; ENOMEM says how many bytes;
  * ECANCELLED; EINVAL, with the numbers, for
- *   - an expert_cache of less than expert_threads + 1 records, or without experts, or with as_f32
+ *   - an expert_cache of less than expert_reads + 1 records, or without experts, or with as_f32
  *   - a weights_memory of less than cflow_layer_records.n_least slots, or with as_f32
  *   - a defer_experts that is not below every layer's top_k */
 cflow_status cflow_model_open(cflow_model **out, const cflow_model_options *options,

@@ -308,7 +308,7 @@ static cflow_status open_ctx(cflow_ctx *ctx, cflow_error *err) {
 /* A model has one ring. And two contexts that each wait for records while they hold pins would
  * deadlock: expert_window NONE waits that way. */
 static int has_one_context(const cflow_model *m) {
-    return m->ring || (m->tier && m->window == CFLOW_WINDOW_NONE);
+    return m->ring || (m->tier && m->plan->is_synchronous);
 }
 
 cflow_status cflow_ctx_open(cflow_ctx **out, cflow_model *model, const cflow_ctx_options *options,

@@ -97,7 +97,8 @@ typedef struct {
     uint32_t n_terms;
     norm norms[MAX_NORMS]; /* OP_COMBINE */
     uint32_t n_norms;
-    int is_routed; /* OP_COMBINE: 1 if a router reads it */
+    int is_routed;                    /* OP_COMBINE: 1 if a router reads it */
+    uint32_t first_demand, n_demands; /* OP_SELECT: in the plan's demands */
 } op;
 
 typedef struct {
@@ -111,8 +112,9 @@ typedef struct {
 } graph;
 
 typedef struct {
-    int speculate;  /* 1: experts of the next layer are speculated on and read ahead */
-    uint32_t defer; /* experts of a token that join the stream one layer late */
+    int speculate;       /* 1: experts of the next layer are speculated on and read ahead */
+    uint32_t defer;      /* experts of a token that join the stream one layer late */
+    cflow_window window; /* when their records are demanded */
 } graph_options;
 
 /* Builds the graph, which points into the matrices of m. 0: no memory. graph_close in any case. */

@@ -16,7 +16,6 @@ struct cflow_model {
     tier *tier; /* expert records; NULL: all are in memory */
     ring *ring; /* layer records; NULL: the resident bank is in memory */
     cflow_memory memory;
-    cflow_window window;
     uint32_t most_pinned; /* records a step may pin while it waits for others */
     atomic_int n_holders; /* the caller that opened it, and its contexts */
     atomic_int is_taken;  /* 1: the only context it can have is open */

@@ -127,7 +127,7 @@ static tier_options read_options(const cflow_model_options *o, const tier_hooks 
     tier_options options = {.budget_bytes = o->expert_cache,
                             .timeout_s = o->expert_timeout_s,
                             .max_bytes_per_s = o->expert_bytes_per_s,
-                            .n_threads = o->expert_threads,
+                            .n_threads = o->expert_reads,
                             .cached = o->expert_io == CFLOW_IO_CACHED};
     if (hooks) options.hooks = *hooks;
     return options;
@@ -170,7 +170,8 @@ static cflow_status open_model(cflow_model *model, file *f, const cflow_model_op
                                const tier_hooks *hooks, cflow_error *err) {
     model_weights *m = &model->weights;
     const graph_options building = {.speculate = options->expert_cache && options->speculate,
-                                    .defer = (uint32_t)options->defer_experts};
+                                    .defer = (uint32_t)options->defer_experts,
+                                    .window = (cflow_window)options->expert_window};
     const tier_options reads = read_options(options, hooks);
     cflow_status s = read_tables(m, f, err);
     if (!s) s = check_options(m, options, err);
@@ -206,7 +207,6 @@ cflow_status model_open(cflow_model **out, const cflow_model_options *options,
     atomic_store(&model->n_holders, 1);
     model->weights.header_only = options->header_only;
     model->weights.as_f32 = options->as_f32;
-    model->window = (cflow_window)options->expert_window;
     const cflow_status s = open_path(model, options, hooks, err);
     if (s) {
         cflow_model_close(model);

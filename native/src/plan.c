@@ -178,11 +178,31 @@ static int plan_graph(plan *p, graph *g, const model_weights *m) {
     return ok;
 }
 
+/* Lists the groups that each OP_SELECT demands. 0: no memory. */
+static int plan_demands(plan *p, cflow_window window) {
+    uint32_t n = 0;
+    p->is_synchronous = window == CFLOW_WINDOW_NONE;
+    p->demands = memory_zeroed(p->n_ops + 1, sizeof *p->demands);
+    if (!p->demands) return 0;
+    for (op *s = p->ops; s < p->ops + p->n_ops; s++) {
+        if (s->kind != OP_SELECT) continue;
+        s->first_demand = n;
+        for (const op *e = p->ops; e < p->ops + p->n_ops; e++) {
+            if (e->kind != OP_EXPERT_GATED) continue;
+            const uint32_t layer = window == CFLOW_WINDOW_LAYER ? e->lands : (uint32_t)e->layer;
+            if (!p->is_synchronous && layer == (uint32_t)s->layer) p->demands[n++] = e->in[1];
+        }
+        s->n_demands = n - s->first_demand;
+    }
+    return 1;
+}
+
 cflow_status plan_open(plan **out, const model_weights *m, graph_options options,
                        cflow_error *err) {
     graph g;
     plan *p = memory_zeroed(1, sizeof *p);
-    const int ok = graph_build(&g, m, options) && p && plan_graph(p, &g, m);
+    const int ok =
+        graph_build(&g, m, options) && p && plan_graph(p, &g, m) && plan_demands(p, options.window);
     graph_close(&g);
     *out = NULL;
     if (!ok) {
@@ -201,6 +221,7 @@ void plan_close(plan *p) {
     memory_free(p->slots);
     memory_free(p->terms);
     memory_free(p->first_op);
+    memory_free(p->demands);
     memory_free(p);
 }
 

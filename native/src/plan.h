@@ -32,6 +32,9 @@ typedef struct {
     uint32_t n_slots;
     uint32_t final_norm; /* the value that the head reads */
     uint32_t defer;      /* as in graph_options */
+    uint32_t *demands;   /* groups whose records each OP_SELECT demands: all that it chose, unless
+                            graph_options.window says otherwise */
+    int is_synchronous;  /* 1: records are demanded when they are to run, and the step waits */
     cflow_plan_info info;
 } plan;
 

@@ -191,13 +191,13 @@ cflow_status ring_schedule(ring *r, const plan *p, const cflow_model_options *op
     if (!r->uses)
         return fail(err, CFLOW_ENOMEM, "no memory for the uses of %u records", r->n_records);
     list_uses(r, p);
-    r->n_passing = most_at_once(r) + (uint32_t)options->expert_threads;
+    r->n_passing = most_at_once(r) + (uint32_t)options->expert_reads;
     if (r->n_passing >= r->n_records) r->n_passing = r->n_records;
     if (n < r->n_passing)
         return fail(err, CFLOW_EINVAL,
                     "weights_memory of %llu bytes holds %llu records of %llu bytes; with %d reads "
                     "in flight it must hold %u: %llu bytes",
-                    budget, n, (ull)r->slot_bytes, options->expert_threads, r->n_passing,
+                    budget, n, (ull)r->slot_bytes, options->expert_reads, r->n_passing,
                     (ull)r->n_passing * r->slot_bytes);
     r->n_slots = n < r->n_records ? (uint32_t)n : r->n_records;
     r->n_kept = r->n_slots < r->n_records ? r->n_slots - r->n_passing : r->n_records;

@@ -27,18 +27,10 @@ static void demand(cflow_ctx *ctx, groups *g, void *scratch) {
 }
 
 void waves_selected(cflow_ctx *ctx, const op *select, void *scratch) {
-    const plan *p = ctx->plan;
-    const cflow_window window = ctx->model->window;
-    if (!ctx->tier || window == CFLOW_WINDOW_NONE) return;
-    if (window == CFLOW_WINDOW_DELAY) {
-        demand(ctx, ctx_buffer(ctx, select->out[2])->groups, scratch);
-        if (select->out[4] != NO_VALUE)
-            demand(ctx, ctx_buffer(ctx, select->out[4])->groups, scratch);
-        return;
-    }
-    for (uint32_t i = 0; i < p->n_ops; i++)
-        if (p->ops[i].kind == OP_EXPERT_GATED && p->ops[i].lands == (uint32_t)select->layer)
-            demand(ctx, op_groups(ctx, &p->ops[i]), scratch);
+    const uint32_t *demands = ctx->plan->demands + select->first_demand;
+    if (!ctx->tier) return;
+    for (uint32_t i = 0; i < select->n_demands; i++)
+        demand(ctx, ctx_buffer(ctx, demands[i])->groups, scratch);
 }
 
 /* The usage that an expert is charged to: that of the first row that chose it. */
@@ -220,7 +212,7 @@ int waves_begin(cflow_ctx *ctx, uint32_t phase) {
     begin_down(ctx, phase);
     if (!is_between && ctx->tier) demand_stage(ctx, stage);
     take_all(ctx, stage);
-    if (ctx->model->window == CFLOW_WINDOW_NONE) fill_wave(ctx, phase);
+    if (ctx->plan->is_synchronous) fill_wave(ctx, phase);
     return 1;
 }
 

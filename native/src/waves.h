@@ -7,7 +7,7 @@
 
 #include "ctx.h"
 
-/* After OP_SELECT: demands the chosen experts, if the window of reads begins here. scratch: 5 bytes
+/* After OP_SELECT: demands the records of the groups that the plan lists. scratch: 5 bytes
  * for each expert of a layer. */
 void waves_selected(cflow_ctx *ctx, const op *select, void *scratch);
 /* Chooses the wave of a phase. Returns 0 if the phase has no work and is skipped. */

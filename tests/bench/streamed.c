@@ -46,7 +46,7 @@ static cflow_model *open_model(const char *path, const char *memory, const char 
     cflow_model *model;
     cflow_model_options o = {.path = path,
                              .n_threads = threads,
-                             .expert_threads = READS_AT_ONCE,
+                             .expert_reads = READS_AT_ONCE,
                              .expert_timeout_s = 30,
                              .weights_memory = strtoull(memory, &end, 10)};
     if (*memory == 0 || *end != 0) FAIL("MEMORY is %s: not a number of bytes", memory);

@@ -161,7 +161,7 @@ static void what_is_pinned_leaves_slots_to_hang(void) {
     for (int slots = 2; slots <= TINY_EXPERTS; slots++)
         for (int n_reads = 1; n_reads <= 64; n_reads += n_reads < 8 ? 1 : 28) {
             if (slots < TINY_EXPERTS && slots < n_reads + 1) continue; /* refused */
-            const cflow_model_options options = {.expert_threads = n_reads,
+            const cflow_model_options options = {.expert_reads = n_reads,
                                                  .expert_window = CFLOW_WINDOW_NONE};
             cflow_model *model = open_model(slots, options, NULL);
             const int most = slots == TINY_EXPERTS ? TINY_EXPERTS : slots - n_reads;
@@ -356,7 +356,7 @@ static void a_disk_that_hangs_fails_the_rows_that_need_it(cflow_window window) {
     int expert = 0;
     while (!is_hit(0, expert)) expert++;
     const cflow_model_options options = {
-        .expert_threads = 2, .expert_timeout_s = 0.05, .expert_window = (int32_t)window};
+        .expert_reads = 2, .expert_timeout_s = 0.05, .expert_window = (int32_t)window};
     cflow_model *model = open_model(3, options, d);
     set_mood(d, model, HANGS, expert);
     cflow_ctx *ctx = open_ctx(model, 2);
@@ -477,7 +477,7 @@ int main(void) {
     refused((cflow_model_options){.expert_io = 7}, "expert_io is 7");
     refused((cflow_model_options){.expert_window = 3}, "expert_window is 3");
     refused((cflow_model_options){.defer_experts = 2}, "defer_experts is 2; a token has 2 experts");
-    refused((cflow_model_options){.expert_threads = 65}, "65 I/O threads");
+    refused((cflow_model_options){.expert_reads = 65}, "65 I/O threads");
     printf(failed ? "tier step: failed\n" : "tier step: ok\n");
     return failed;
 }

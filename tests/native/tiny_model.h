@@ -79,7 +79,7 @@ static inline cflow_status tiny_open_image(cflow_model **model, tiny_image image
     const tier_hooks hooks = {.arg = d, .read = read_disk, .now = disk_now};
     options.path = path;
     options.n_threads = 1;
-    if (!options.expert_threads) options.expert_threads = 1;
+    if (!options.expert_reads) options.expert_reads = 1;
     if (options.expert_timeout_s == 0) options.expert_timeout_s = 100;
     const cflow_status status = model_open(model, &options, d ? &hooks : NULL, err);
     close(fd);
