@@ -362,8 +362,8 @@ GB/s of q4_0 weights from RAM: the engine's kernels with their own hints (T0, 8 
 same hints to the second-level cache (T1), and with none. The second argument of the command is the \
 number of threads. The paper's hints ran over whole regions ahead of a pass that waited for storage, \
 and over whole expert regions at 30.9B, where removing them won 1.92x. Hints that run a fixed distance \
-ahead inside the kernel are not the same. An earlier machine preferred T1 (`docs/decisions.md`, first \
-speeds).
+ahead inside the kernel are not the same. An earlier machine preferred T1 \
+([prefetch-hints](decisions/prefetch-hints.md)).
 
 {table(head, rows)}
 

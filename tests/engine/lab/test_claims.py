@@ -176,7 +176,7 @@ def test_ratios_are_taken_inside_the_rounds() -> None:
 
 
 def test_published_critical_paths(tmp_path: Path) -> None:
-    """Critical paths by hand: MiB at half a byte a weight, by law and in the graph."""
+    """MiB at half a byte a weight, by law and in the graph (docs/decisions/critical-path.md)."""
     bench = Bench(tmp_path, SMALL, 1)
     by_hand = {
         "parallel": (9.0, 9.0),
