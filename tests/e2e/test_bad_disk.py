@@ -15,7 +15,8 @@ import pytest
 
 from cflow.engine.memory.experts import ExpertBank
 from cflow.engine.native import LayerRecords, Model
-from harness.servers import Server, assert_failed, serving, wait_for
+from harness.servers import Server, assert_failed, serving
+from harness.waiting import until
 from makefiles.shape_file import synth_model
 from oracles.bad_disk import BadDisk, Kind
 from oracles.model_file import ModelFile
@@ -85,9 +86,9 @@ def split(served: Served, said: list[Events], name: str) -> list[Events]:
 def come_to_rest(served: Served) -> None:
     """Also what is read ahead ends, and an idle server says so."""
     running = ("vllm:num_requests_running", "vllm:num_requests_waiting")
-    assert wait_for(lambda: not any(map(served.server.metric, running)))
+    until(lambda: not any(map(served.server.metric, running)))
     reading = ("disk_inflight", "disk_overdue")
-    assert wait_for(lambda: not any(map(served.metric, reading)))
+    until(lambda: not any(map(served.metric, reading)))
 
 
 def check_nothing_is_left(served: Served) -> None:
@@ -231,7 +232,7 @@ def test_one_read_that_fails(served: Served, kind: Kind, error: int, fault: str,
     (name,) = names
     assert name.startswith("layer ")
     assert (", expert " in name) == (served.weights == "experts")
-    assert wait_for(lambda: served.metric("faults_total", kind=fault) == before + 1)
+    until(lambda: served.metric("faults_total", kind=fault) == before + 1)
     check_nothing_is_left(served)
 
 
@@ -264,8 +265,7 @@ def test_a_disk_that_hangs(served: Served) -> None:
     failed = split(served, ask_all(server), text)
     assert failed
     assert served.disk.n_hanging == 1
-    for name in ("disk_overdue", "disk_inflight"):
-        assert wait_for(lambda name=name: served.metric(name) == 1), name
+    until(lambda: served.metric("disk_overdue") == served.metric("disk_inflight") == 1)
     assert served.metric("faults_total", kind="timed_out") > 0
     split(served, ask_all(server), text)  # what it holds does not come from anywhere else
     check_nothing_is_left(served)

@@ -11,7 +11,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from harness.servers import Server, Stream, serving, wait_for
+from harness.servers import Server, Stream, serving
+from harness.waiting import until
 from oracles import tiny
 
 PROMPTS = [
@@ -288,7 +289,7 @@ def test_cc03_the_prefix_cache_cannot_be_seen(shared: Server) -> None:
 def test_cc04_a_stream_goes_on_while_a_long_prompt_is_computed(shared: Server) -> None:
     """Each step of the prompt brings the stream a token as well."""
     stream = Stream(shared, max_tokens=300)
-    assert wait_for(lambda: len(stream.events) > 20)
+    until(lambda: len(stream.events) > 20)
     done: list[int] = []
     said: list[int] = []  # chunks of the stream by then
     prompt = [1000 + 7 * i % 30000 for i in range(1900)]
@@ -320,11 +321,11 @@ def test_cn01_cn02_a_client_that_leaves_frees_the_engine(
         + f"Content-Length: {len(data)}\r\n\r\n".encode()
         + data
     )
-    assert wait_for(lambda: shared.metric("vllm:num_requests_running") > 0)
+    until(lambda: shared.metric("vllm:num_requests_running") > 0)
     sock.close()
     shared.complete("x", max_tokens=1)
-    assert wait_for(lambda: shared.metric("vllm:num_requests_running") == 0)
-    assert wait_for(lambda: shared.metric("cflow_cancelled_total") == before + 1)
+    until(lambda: shared.metric("vllm:num_requests_running") == 0)
+    until(lambda: shared.metric("cflow_cancelled_total") == before + 1)
 
 
 def test_se05_a_template_of_a_model_file_runs_no_code(tmp_path: Path) -> None:
@@ -359,10 +360,10 @@ def test_se05_a_template_of_a_model_file_runs_no_code(tmp_path: Path) -> None:
 
 
 def test_me03_all_requests_are_accounted_for(shared: Server) -> None:
-    assert wait_for(lambda: shared.metric("vllm:num_requests_running") == 0)
+    until(lambda: shared.metric("vllm:num_requests_running") == 0)
     received = shared.metric("cflow_requests_received_total")
     assert received > 0
-    assert wait_for(lambda: shared.metric("vllm:request_success_total") == received)
+    until(lambda: shared.metric("vllm:request_success_total") == received)
 
 
 @pytest.mark.parametrize("prompt", ["", [""], [], [[]], ["a", ""], None, " ", "\n", [[], [5]]])

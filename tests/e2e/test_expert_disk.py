@@ -11,7 +11,8 @@ import pytest
 
 from cflow.engine.memory.experts import ExpertBank
 from cflow.engine.native import Model
-from harness.servers import Server, assert_failed, kill, serving, wait_for
+from harness.servers import Server, assert_failed, kill, serving
+from harness.waiting import until
 from makefiles.shape_file import synth_model
 
 FLAGS = ("--max-sequences", "16", "--expert-cache", "10%")
@@ -51,7 +52,7 @@ def text(events: list[dict[str, Any]]) -> str:
 
 
 def test_a_disk_that_goes_bad_and_heals(server: Server, model: Path) -> None:
-    assert wait_for(lambda: "12 of 128 experts in" in server.log)
+    until(lambda: "12 of 128 experts in" in server.log)
     (worker,) = server.workers()
     clean = [text(events) for events in ask_all(server)]
     good = model.read_bytes()
@@ -72,7 +73,7 @@ def test_a_disk_that_goes_bad_and_heals(server: Server, model: Path) -> None:
     assert [text(events) for events in ask_all(server)] == clean
     assert server.status("/health") == 200
     assert server.workers() == [worker]
-    assert wait_for(lambda: server.metric("vllm:num_requests_running") == 0)
+    until(lambda: server.metric("vllm:num_requests_running") == 0)
     assert server.metric("cflow_expert_faults_total") > 0
 
 
@@ -83,12 +84,12 @@ def test_counters_go_on_over_a_restart(server: Server) -> None:
         return [server.metric(f"cflow_expert_{name}_total") for name in names]
 
     ask_all(server)
-    assert wait_for(lambda: min(counters()) > 0)
+    until(lambda: min(counters()) > 0)
     before = counters()
     (worker,) = server.workers()
     kill(worker)
-    assert wait_for(lambda: server.workers() not in ([], [worker]))
+    until(lambda: server.workers() not in ([], [worker]))
     server.ready()
     assert all(now >= then for now, then in zip(counters(), before, strict=True))
     ask_all(server)
-    assert wait_for(lambda: all(now > then for now, then in zip(counters(), before, strict=True)))
+    until(lambda: all(now > then for now, then in zip(counters(), before, strict=True)))

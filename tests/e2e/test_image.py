@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from harness.servers import wait_for
+from harness.waiting import until
 
 IMAGE = "localhost/cflow"
 ENVIRONMENT = os.environ | {"STORAGE_DRIVER": "vfs"}  # as in build-here.sh
@@ -54,7 +54,7 @@ class Box:
         self.name = started.stdout.strip()
         url = f"{scheme}://127.0.0.1:{self.port}"
         self.http = httpx.Client(base_url=url, timeout=30, verify=False)
-        assert wait_for(self.is_ready), self.log()
+        until(self.is_ready, self.log)
 
     def close(self) -> None:
         self.http.close()

@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 import pytest
 
 from cflow.engine.files.convert import convert
-from harness.servers import Server, serving, wait_for
+from harness.servers import Server, serving
+from harness.waiting import LIMIT_S, until
 from oracles import tiny
 
 HALF = 500
 N_AT_ONCE = 32
 FLAGS = ("--context", "4096", "--max-sequences", "8")
-PATIENCE_S = 120.0
 RST = struct.pack("ii", 1, 0)  # SO_LINGER: close at once, and say so
 GROWTH = 1.05  # of memory in the second half: threads and their heaps still come
 MOST_THREADS = 16  # of the front end; its pools grow as they are used
@@ -175,7 +175,7 @@ async def pay_all(visits: list[Visit], port: int) -> Counter[str]:
     gate = asyncio.Semaphore(N_AT_ONCE)
 
     async def one(visit: Visit) -> str:
-        async with gate, asyncio.timeout(PATIENCE_S):
+        async with gate, asyncio.timeout(LIMIT_S):
             return await pay(visit, port)
 
     return Counter(await asyncio.gather(*map(one, visits)))
@@ -252,7 +252,7 @@ def test_a_thousand_clients_that_leave_leave_nothing(server: Server) -> None:
     traces: list[Trace] = []
     for _ in range(2):
         ends += asyncio.run(pay_all([visit(choose) for _ in range(HALF)], server.port))
-        assert wait_for(lambda: is_idle(server))
+        until(lambda: is_idle(server))
         traces.append(trace(server))
     half, whole = traces
     print(ends, half, whole)

@@ -15,7 +15,8 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from harness.servers import Server, wait_for
+from harness.servers import Server
+from harness.waiting import until
 
 DOCKER = Path(__file__).parent.parent.parent / "docker"
 DASHBOARD = DOCKER / "grafana" / "dashboards" / "cflow.json"
@@ -182,12 +183,12 @@ def prometheus(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iter
     """It has scraped the server before and after some load."""
     running = Prometheus(need("prometheus"), server, tmp_path_factory.mktemp("prometheus"))
     try:
-        assert wait_for(running.is_scraping), running.log.read_text()
+        until(running.is_scraping, running.log.read_text)
         for _ in range(4):
             server.complete("Count: 1 2 3", max_tokens=40, ignore_eos=True)
         made = server.metric("vllm:generation_tokens_total")
         query = f"vllm:generation_tokens_total >= {made}"
-        assert wait_for(lambda: bool(running.values(query)))
+        until(lambda: bool(running.values(query)))
         yield running
     finally:
         running.stop()
@@ -215,7 +216,7 @@ def test_prometheus_evaluates_every_rule_and_none_fires(prometheus: Prometheus) 
         found: list[dict[str, Any]] = group["rules"]
         return found
 
-    assert wait_for(lambda: all(rule["health"] != "unknown" for rule in rules()))
+    until(lambda: all(rule["health"] != "unknown" for rule in rules()))
     assert {
         rule["name"]: rule.get("lastError", "") for rule in rules() if rule["health"] != "ok"
     } == {}

@@ -12,7 +12,8 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from harness.servers import Server, wait_for
+from harness.servers import Server
+from harness.waiting import until
 
 PROMPTS = [
     "The capital of France is",
@@ -86,8 +87,8 @@ def test_cancellation(shared: Server) -> None:
     for _, _chunk in zip(range(3), stream, strict=False):
         pass
     stream.close()
-    assert wait_for(lambda: shared.metric("vllm:num_requests_running") == 0)
-    assert wait_for(lambda: shared.metric("cflow_cancelled_total") == before + 1)
+    until(lambda: shared.metric("vllm:num_requests_running") == 0)
+    until(lambda: shared.metric("cflow_cancelled_total") == before + 1)
 
 
 def test_the_asynchronous_client_asks_many_at_once(shared: Server) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from cflow.engine.files.hub import BUNDLED_FILE
-from harness.servers import Server, serving, wait_for
+from harness.servers import Server, serving
+from harness.waiting import until
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs the extra `page`")
 CHROMIUM = shutil.which("chromium")
@@ -99,7 +100,7 @@ def test_escape_stops_the_answer_for_the_server_too(shared: Server, open_page: A
     answered(page)
     assert page.locator("#turns small").inner_text() == "stopped"
     assert page.locator("#send").is_enabled()
-    assert wait_for(lambda: shared.metric("cflow_cancelled_total") == before + 1)
+    until(lambda: shared.metric("cflow_cancelled_total") == before + 1)
 
 
 def test_a_refusal_is_told_and_the_next_message_works(story: Server, open_page: Any) -> None:

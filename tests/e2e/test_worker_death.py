@@ -14,7 +14,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cflow.engine.files.hub import BUNDLED_FILE
-from harness.servers import LONG, Server, Stream, assert_failed, is_alive, kill, serving, wait_for
+from harness.servers import LONG, Server, Stream, assert_failed, is_alive, kill, serving
+from harness.waiting import until
 from oracles.random_model import RandomModel
 
 
@@ -27,7 +28,7 @@ def test_killed_under_load(start: Callable[..., Server]) -> None:
         "cflow_read_bytes_total",
     )
     streams = [Stream(server) for _ in range(4)]
-    assert wait_for(lambda: all(len(s.events) > 5 for s in streams))
+    until(lambda: all(len(s.events) > 5 for s in streams))
     before = {name: server.metric(name) for name in counters}
     (worker,) = server.workers()
     kill(worker)
@@ -47,10 +48,10 @@ def test_killed_under_load(start: Callable[..., Server]) -> None:
 def test_killed_while_idle_and_during_a_prompt(start: Callable[..., Server]) -> None:
     server = start().ready()
     kill(server.workers()[0])
-    assert wait_for(lambda: server.status("/health") == 503)
+    until(lambda: server.status("/health") == 503)
     server.ready()
     stream = Stream(server, prompt=[100] * 2000, max_tokens=10)
-    assert wait_for(lambda: server.metric("vllm:num_requests_running") > 0 or bool(stream.events))
+    until(lambda: server.metric("vllm:num_requests_running") > 0 or bool(stream.events))
     kill(server.workers()[0])
     events = stream.join()
     assert events[-1] == {"done": True}
@@ -67,7 +68,7 @@ def test_a_whole_answer_fails_with_a_status(start: Callable[..., Server]) -> Non
 
     thread = threading.Thread(target=ask)
     thread.start()
-    assert wait_for(lambda: server.metric("vllm:num_requests_running") == 1)
+    until(lambda: server.metric("vllm:num_requests_running") == 1)
     kill(server.workers()[0])
     thread.join()
     assert statuses == [503]
@@ -76,7 +77,7 @@ def test_a_whole_answer_fails_with_a_status(start: Callable[..., Server]) -> Non
 def test_stopped_worker_is_found_and_replaced(start: Callable[..., Server]) -> None:
     server = start().ready()
     stream = Stream(server)
-    assert wait_for(lambda: len(stream.events) > 3)
+    until(lambda: len(stream.events) > 3)
     (worker,) = server.workers()
     os.kill(worker, signal.SIGSTOP)
     assert server.status("/live") == 200
@@ -96,7 +97,7 @@ def test_a_file_replaced_meanwhile_is_not_asked_with_the_old_ones_tokens(tmp_pat
         formed = server.complete("x", max_tokens=8, guided_choice=["yes", "no"])
         assert formed["choices"][0]["text"] in ("yes", "no")
         kill(server.workers()[0])
-        assert wait_for(lambda: "m.cflow is no longer the file" in server.log)
+        until(lambda: "m.cflow is no longer the file" in server.log)
         assert server.status("/health") == 503
         kept.replace(model)
         assert server.ready().complete("Once upon a time", max_tokens=8)["choices"] == before
@@ -108,10 +109,10 @@ def test_no_worker_outlives_a_killed_front_end(start: Callable[..., Server], is_
     thread = threading.Thread(target=_ignore_errors, args=(server,)) if is_busy else None
     if thread:
         thread.start()
-        assert wait_for(lambda: server.metric("vllm:num_requests_running") > 0)
+        until(lambda: server.metric("vllm:num_requests_running") > 0)
     (worker,) = server.workers()
     kill(server.process.pid)
-    assert wait_for(lambda: not is_alive(worker))
+    until(lambda: not is_alive(worker))
     if thread:
         thread.join()
 

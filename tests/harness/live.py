@@ -6,8 +6,7 @@ import asyncio
 import json
 import socket
 import threading
-import time
-from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -19,8 +18,7 @@ from cflow.server.http.listen import listen
 from cflow.server.http.server import http_server
 from cflow.server.http.tls import read_certificate
 from harness.fake_engine import FakeEngine
-
-PATIENCE_S = 10.0  # for what takes well under a second on an idle machine
+from harness.waiting import LIMIT_S
 
 
 class Live:
@@ -40,7 +38,7 @@ class Live:
         self._thread.start()
         self.client = httpx.Client(
             base_url=f"{'https' if self.tls else 'http'}://127.0.0.1:{self.port}",
-            timeout=10,
+            timeout=LIMIT_S,
             verify=False,
         )
 
@@ -64,7 +62,7 @@ class Live:
         return self.post("/v1/chat/completions", **fields)
 
     def raw(self, data: bytes = b"") -> socket.socket:
-        sock = socket.create_connection(("127.0.0.1", self.port), timeout=5)
+        sock = socket.create_connection(("127.0.0.1", self.port), timeout=LIMIT_S)
         sock.sendall(data)
         return sock
 
@@ -84,14 +82,12 @@ def request(method: str, path: str, body: bytes = b"", *headers: str) -> bytes:
 
 
 def read_all(sock: socket.socket) -> bytes:
-    """Until the server closes, or says nothing for a while."""
-    sock.settimeout(PATIENCE_S)
+    """Everything until the server closes the connection."""
+    sock.settimeout(LIMIT_S)
     data = b""
-    try:
+    with suppress(ConnectionResetError):
         while chunk := sock.recv(65536):
             data += chunk
-    except (TimeoutError, ConnectionResetError):
-        pass
     return data
 
 
@@ -100,16 +96,6 @@ def events(response: httpx.Response) -> list[dict[str, Any]]:
     lines = [line for line in response.text.split("\n\n") if line and not line.startswith(":")]
     assert lines[-1] == "data: [DONE]"
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
-
-
-def wait_for(condition: Callable[[], bool]) -> bool:
-    """Whether it became true in time."""
-    end = time.monotonic() + PATIENCE_S
-    while time.monotonic() < end:
-        if condition():
-            return True
-        time.sleep(0.01)
-    return condition()
 
 
 def error_of(response: httpx.Response) -> dict[str, Any]:

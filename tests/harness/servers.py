@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import openai
 
-PATIENCE_S = 60.0  # for what takes seconds on an idle machine
+from harness.waiting import LIMIT_S, until
 
 
 class Server:
@@ -37,10 +37,10 @@ class Server:
         self._lines: list[str] = []
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
-        wait_for(lambda: self._address() is not None or self.process.poll() is not None)
+        until(lambda: self._address() is not None or self.process.poll() is not None)
         assert self._address() is not None, self.log
         self.url = self._address() or ""
-        self.http = httpx.Client(base_url=self.url, timeout=PATIENCE_S, verify=False)
+        self.http = httpx.Client(base_url=self.url, timeout=LIMIT_S, verify=False)
 
     def _read(self) -> None:
         assert self.process.stderr is not None
@@ -63,7 +63,7 @@ class Server:
         return self.http.get(path).status_code
 
     def ready(self) -> Server:
-        assert wait_for(lambda: self.status("/ready") == 200), self.log
+        until(lambda: self.status("/ready") == 200, lambda: self.log)
         return self
 
     def openai(self, **options: Any) -> openai.OpenAI:
@@ -106,13 +106,13 @@ class Server:
         return workers_of(self.process.pid)
 
     def stop(self) -> int:
-        """Ends it the quick way; the exit code."""
+        """End it without draining: a second SIGTERM cancels what runs. Returns the exit code."""
         self.http.close()
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             time.sleep(0.05)
             self.process.send_signal(signal.SIGTERM)
-        code = self.process.wait(PATIENCE_S)
+        code = self.process.wait(LIMIT_S)
         self._reader.join()
         return code
 
@@ -149,7 +149,7 @@ class Stream:
             self.events.append(event)
 
     def join(self) -> list[dict[str, Any]]:
-        self._thread.join(PATIENCE_S)
+        self._thread.join(LIMIT_S)
         assert not self._thread.is_alive()
         return self.events
 
@@ -192,13 +192,3 @@ def is_alive(pid: int) -> bool:
 
 def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
-
-
-def wait_for(condition: Callable[[], bool]) -> bool:
-    """Whether it became true in time."""
-    end = time.monotonic() + PATIENCE_S
-    while time.monotonic() < end:
-        if condition():
-            return True
-        time.sleep(0.05)
-    return condition()

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from cflow.server.http import protocol
-from harness.live import Live, read_all, request, wait_for
+from harness.live import Live, read_all, request
+from harness.waiting import until
 
 BODY = b'{"prompt": "abc"}'
 
@@ -180,5 +181,5 @@ class TestTime:
             sock.connect(("127.0.0.1", live.port))
             line = f"Connection: {connection}"
             sock.sendall(request("POST", "/v1/completions", json.dumps(fields).encode(), line))
-            assert wait_for(lambda: bool(open_))
-            assert wait_for(lambda: not open_)
+            until(lambda: bool(open_))
+            until(lambda: not open_)

@@ -15,7 +15,8 @@ import pytest
 from cflow.engine.base.errors import EngineError
 from cflow.engine.base.messages import TIMED_OUT, Delta, Finish, Progress
 from harness.fake_engine import Call, FakeEngine, logprob
-from harness.live import Live, error_of, events, request, wait_for
+from harness.live import Live, error_of, events, request
+from harness.waiting import until
 
 FOREVER_S = 60
 
@@ -81,7 +82,7 @@ class TestClientLeaves:
         before = live.metric(aborted)
         sock = live.raw(post(path, fields | {"stream": stream}))
         n_answers = 2 if isinstance(fields.get("prompt"), list) else 1
-        assert wait_for(lambda: len(live.engine.answers) == n_answers)
+        until(lambda: len(live.engine.answers) == n_answers)
         if stream and script is decoding:
             sock.recv(1000)
         assert not any(answer.is_cancelled for answer in live.engine.answers)
@@ -92,9 +93,9 @@ class TestClientLeaves:
             sock.close()
         else:
             sock.close()
-        assert wait_for(lambda: all(a.is_cancelled for a in live.engine.answers))
+        until(lambda: all(a.is_cancelled for a in live.engine.answers))
         n_choices = n_answers * fields.get("n", 1)
-        assert wait_for(lambda: live.metric(aborted) == before + n_choices)
+        until(lambda: live.metric(aborted) == before + n_choices)
         sock.close()
         assert caplog.records == []
 
@@ -104,9 +105,9 @@ class TestClientLeaves:
         live: Live = serve(FakeEngine(decoding), api_keys=keys, access_log=True)
         body = json.dumps({"prompt": "a", "x": "y" * 100_000}).encode()  # a body that could linger
         sock = live.raw(request("POST", "/v1/completions", body, "Authorization: Bearer k"))
-        assert wait_for(lambda: len(live.engine.answers) == 1)
+        until(lambda: len(live.engine.answers) == 1)
         sock.close()
-        assert wait_for(lambda: live.engine.answers[0].is_cancelled)
+        until(lambda: live.engine.answers[0].is_cancelled)
 
     def test_a_finished_answer_is_not_cancelled(self, live: Live) -> None:
         for stream in (False, True):
@@ -203,7 +204,7 @@ class TestFraming:
     def test_pings_tell_the_place_in_the_queue(self, serve: Any) -> None:
         live: Live = serve(FakeEngine(queued), ping=0.05)
         sock = live.raw(post("/v1/completions", {"prompt": ["a", "b"], "stream": True}))
-        assert wait_for(lambda: len(live.engine.answers) == 2)
+        until(lambda: len(live.engine.answers) == 2)
         for n_ahead, answer in zip((7, 3), live.engine.answers, strict=True):
             answer.n_ahead = n_ahead
         answer = b""
@@ -373,5 +374,5 @@ def test_a_client_that_reads_nothing_is_dropped(
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     sock.connect(("127.0.0.1", live.port))
     sock.sendall(post("/v1/completions", {"prompt": "a", "stream": True}))
-    assert wait_for(lambda: bool(live.engine.answers) and live.engine.answers[0].is_cancelled)
+    until(lambda: bool(live.engine.answers) and live.engine.answers[0].is_cancelled)
     sock.close()
