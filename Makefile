@@ -10,7 +10,7 @@ NATIVE := $(shell find native -type f)
 
 PORT ?= 8000
 MODEL ?=
-ACCURACY := tests/engine/models
+ACCURACY := tests/engine/files/models
 CLIENTS := build/clients
 
 .DEFAULT_GOAL := help
@@ -68,7 +68,7 @@ test-accuracy: $(VENV)/tools $(VENV)/cflow ## Score the real models on every win
 	CFLOW_TEST_WINDOWS=all $(BIN)/pytest $(ACCURACY)
 
 soak: $(VENV)/tools $(VENV)/cflow ## Mixed load for 30 minutes, with the worker killed every 3
-	$(BIN)/python tests/e2e/soak.py $(FLAGS)
+	PYTHONPATH=tests $(BIN)/python -P -m e2e.soak $(FLAGS)
 
 test-page: need-chromium $(VENV)/tools $(VENV)/cflow ## Drive the page with Chromium and take its pictures
 	$(PIP) install -q --editable '.[test,dev,page]'

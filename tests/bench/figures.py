@@ -98,7 +98,8 @@ def floor_s(taken: Taken, rows: int, heads: int) -> float:
         for layer in spec.layers
     )
     n_bytes = found["bytes_per_token"] + Q4_0_BYTES * others
-    return max(products / taken.gmac_s, n_bytes / found["probe_gb_s"]) / 1e9
+    bounds_ns: tuple[float, float] = products / taken.gmac_s, n_bytes / found["probe_gb_s"]
+    return max(bounds_ns) / 1e9
 
 
 def _touched(layer: LayerSpec, rows: int) -> float:

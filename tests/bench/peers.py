@@ -96,7 +96,7 @@ def install(peer: Peer) -> str:
     if not done.exists():
         print(f"installing {peer.name}, which takes minutes", flush=True)
         venv.create(PEERS_FOLDER / peer.name, with_pip=True, clear=True)
-        pip = [peer.python, "-m", "pip"]
+        pip = [str(peer.python), "-m", "pip"]
         command = [*pip, "install", "-q", "--no-cache-dir", *peer.pip.split()]
         log = PEERS_FOLDER / f"{peer.name}.log"
         with open(log, "w") as out:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+from matplotlib.patches import Rectangle
 
 matplotlib.use("agg")
 
@@ -41,7 +42,7 @@ def draw(results: Mapping[str, Any], path: Path) -> None:
     axes.set(xlabel="share of what the machine allows")
     axes.grid(alpha=0.3, axis="x")
     shown = [engine for engine in COLOURS if any(engine in dict(shares) for _, shares in bars)]
-    handles = [pyplot.Rectangle((0, 0), 1, 1, color=COLOURS[engine]) for engine in shown]
+    handles = [Rectangle((0, 0), 1, 1, color=COLOURS[engine]) for engine in shown]
     axes.legend(handles, shown, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=4)
     figure.savefig(path, dpi=100)
     pyplot.close(figure)

@@ -16,7 +16,7 @@ import json
 import random
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from itertools import pairwise
 from pathlib import Path
@@ -38,7 +38,7 @@ class Client:
         self._port = server.port
         self._key = key
 
-    async def tokens(self, **fields: Any) -> AsyncIterator[float]:
+    async def tokens(self, **fields: Any) -> AsyncGenerator[float, None]:
         """The time at which each chunk with text arrives."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self._port, limit=1 << 20)
         body = json.dumps(QUESTION | {"temperature": 0, "stream": True} | fields).encode()
@@ -200,7 +200,7 @@ async def a_grammar(server: Server, args: argparse.Namespace) -> dict[str, Any]:
     return {name: spread(found) for name, found in gaps.items()}
 
 
-MEASURES: dict[str, Callable[[Server, argparse.Namespace], Awaitable[dict[str, Any]]]] = {
+MEASURES: dict[str, Callable[[Server, argparse.Namespace], Coroutine[Any, Any, dict[str, Any]]]] = {
     "stream": beside_a_prompt,
     "question": a_question,
     "keys": two_keys,

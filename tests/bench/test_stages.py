@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from bench import stages
+from cflow.engine.base import machine
 from cflow.engine.files.synth import synth
 from cflow.engine.native import Model
 from makefiles.shape_file import synth_model
@@ -49,7 +50,7 @@ def test_tiles_by_hand(tmp_path: Path) -> None:
 
 
 def test_a_profile_and_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stages.machine, "beyond_caches", lambda available: 1 << 20)
+    monkeypatch.setattr(machine, "beyond_caches", lambda available: 1 << 20)
     path = model_of(tmp_path, "qwen2", DENSE)
     found = asdict(stages.profile(path, threads=2, rounds=1))
     assert 0 < sum(part["ms"] for part in found["parts"]) <= found["ms"]

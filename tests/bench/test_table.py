@@ -54,8 +54,7 @@ def test_tokens_choose_experts_of_their_own(tmp_path: Path) -> None:
     small = shape(tmp_path, "qwen3moe", qk_norm="head", **experts)
     shape_gguf.write(small, "q4_0", tmp_path / "x.gguf")
     convert(str(tmp_path / "x.gguf"), tmp_path / "x.cflow")
-    cache = {"cache": 1 << 30}
-    model = Model(str(tmp_path / "x.cflow"), experts=cache)
+    model = Model(str(tmp_path / "x.cflow"), experts={"cache": 1 << 30})
     context = open_stream(model, 32, threads=1)
     for _ in decode(context, [[7 * i] for i in range(32)]):
         pass

@@ -33,12 +33,13 @@ import httpx
 from cflow.engine.base.errors import ModelError
 from cflow.engine.files import hub
 from harness.servers import Server, serving, workers_of
+from harness.waiting import LIMIT_S
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "docs" / "results" / "soak.json"
 PAGE = ROOT / "docs" / "operations.md"
 TABLE = re.compile(r"(<!-- make soak -->\n).*?(<!-- end -->)", re.DOTALL)
-HUNG_S = 60.0  # an answer takes seconds, a restart too
+NEAR_S = 30.0  # failures of requests that began so long after a kill are its consequences
 WARM = 1 / 6  # of the time, before memory is looked at
 GROWN = 1.1  # memory after it that is not flat
 ALLOWED = {500, 503}  # while a worker is dead
@@ -157,10 +158,15 @@ class Soak:
     n_kills: int
     end: float = 0.0  # of the load, or later: with the last kill's consequences
     killed: float = -1e9  # when last
+    n_least: int = 0  # answers of each way that must have come before it ends
 
     @property
     def is_over(self) -> bool:
-        return time.monotonic() >= self.end and len(self.report.recovery_s) == self.n_kills
+        return (
+            time.monotonic() >= self.end
+            and len(self.report.recovery_s) == self.n_kills
+            and min(self.report.done[way] for way in WAYS) >= self.n_least
+        )
 
     async def run(self, seed: int) -> None:
         self.end = time.monotonic() + 60 * self.report.minutes
@@ -176,7 +182,7 @@ class Soak:
         while not self.is_over:
             way, ask = choose.choice(list(ways)), choose.choice(self.asks)
             try:
-                async with asyncio.timeout(HUNG_S):
+                async with asyncio.timeout(LIMIT_S):
                     await ways[way](http, ask, choose)
             except TimeoutError:
                 self.report.hung.append(f"{way} {json.dumps(ask.body)[:80]}")
@@ -185,7 +191,7 @@ class Soak:
 
     def _fail(self, what: str, began: float) -> None:
         """A failure is right while a kill's consequences last."""
-        near = self.killed > began - HUNG_S / 2
+        near = self.killed > began - NEAR_S
         if near:
             self.report.failed[what] += 1
         else:
@@ -261,7 +267,7 @@ class Soak:
             self.killed = time.monotonic()
             os.kill(worker, signal.SIGKILL)
             self.report.kills += 1
-            async with asyncio.timeout(HUNG_S):
+            async with asyncio.timeout(LIMIT_S):
                 while (await http.get("/ready")).status_code == 200:
                     await asyncio.sleep(0.01)
                 while (await http.get("/ready")).status_code != 200:
@@ -297,13 +303,20 @@ def resident(pid: int) -> int:
 
 
 def soak(
-    model: Path, *, minutes: float, kill_every_s: float, clients: int, seed: int = 1
+    model: Path,
+    *,
+    minutes: float,
+    kill_every_s: float,
+    clients: int,
+    seed: int = 1,
+    n_least: int = 0,
 ) -> Report:
     report = Report(minutes, clients)
     n_kills = max(0, int(60 * minutes / kill_every_s) - 1)
     with serving(model, "--max-sequences", "16") as server:
         asks = known(server)
-        asyncio.run(Soak(server, asks, report, kill_every_s, n_kills).run(seed))
+        load = Soak(server, asks, report, kill_every_s, n_kills, n_least=n_least)
+        asyncio.run(load.run(seed))
         server.ready()
         again = known(server)
         report.wrong += [

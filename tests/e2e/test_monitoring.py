@@ -16,7 +16,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from harness.servers import Server
-from harness.waiting import until
+from harness.waiting import LIMIT_S, until
 
 DOCKER = Path(__file__).parent.parent.parent / "docker"
 DASHBOARD = DOCKER / "grafana" / "dashboards" / "cflow.json"
@@ -156,7 +156,7 @@ class Prometheus:
                 ],
                 stderr=log,
             )  # fmt: skip
-        self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}/api/v1", timeout=20)
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}/api/v1", timeout=LIMIT_S)
 
     def get(self, path: str, **parameters: str) -> Any:
         answer = self.http.get(path, params=parameters).json()

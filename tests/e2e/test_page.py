@@ -49,9 +49,14 @@ def open_page(browser: Any) -> Iterator[Any]:
     def make(server: Server, size: str = "desk") -> Any:
         width, height = SIZES[size]
         page = browser.new_page(viewport={"width": width, "height": height})
-        page.on("console", lambda m: m.text.startswith(REFUSED) or complaints.append(m.text))
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on("request", lambda r: r.url.startswith(server.url) or complaints.append(r.url))
+
+        def note(text: str, *expected: str) -> None:
+            if not text.startswith(expected):
+                complaints.append(text)
+
+        page.on("console", lambda m: note(m.text, REFUSED))
+        page.on("pageerror", lambda error: note(str(error)))
+        page.on("request", lambda r: note(r.url, server.url))
         page.goto(server.url)
         sync_api.expect(page.locator("#state")).to_have_text("ready")
         pages.append(page)

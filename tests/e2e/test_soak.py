@@ -11,17 +11,16 @@ from random import Random
 from typing import Any
 
 import pytest
-import soak as program
-from soak import Ask, Report, Soak, record, soak
 
 from cflow.engine.files.hub import BUNDLED_FILE
+from e2e import soak as program
+from e2e.soak import Ask, Report, Soak, record, soak
 
 
 def test_mixed_load_and_two_kills() -> None:
-    report = soak(BUNDLED_FILE, minutes=0.2, kill_every_s=4, clients=6)
+    report = soak(BUNDLED_FILE, minutes=0.2, kill_every_s=4, clients=6, n_least=6)
     assert report.wrong == report.hung == []
     assert report.kills == len(report.recovery_s) == 2
-    assert min(report.done[way] for way in ("whole", "stream", "leave")) > 5
 
 
 def made(**fields: Any) -> Soak:

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from harness.servers import Server, serving
 from oracles.real_models import RealModel
 
-WEATHER: dict[str, Any] = {
+WEATHER: Any = {
     "type": "function",
     "function": {
         "name": "get_weather",
@@ -31,7 +31,7 @@ WEATHER: dict[str, Any] = {
         },
     },
 }
-TIME: dict[str, Any] = {
+TIME: Any = {
     "type": "function",
     "function": {
         "name": "get_time",
@@ -84,7 +84,8 @@ def test_a_tool_is_called_and_its_result_is_told(client: openai.OpenAI) -> None:
         "tool_call_id": message.tool_calls[0].id,
         "content": '{"degrees": 17}',
     }
-    second = client.chat.completions.create(messages=[*QUESTION, message, result], **fields)
+    turns: list[Any] = [*QUESTION, message, result]
+    second = client.chat.completions.create(messages=turns, **fields)
     assert "17" in (second.choices[0].message.content or "")
     assert second.choices[0].finish_reason == "stop"
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from cflow.engine import native
+from cflow.engine._native import ffi
 from cflow.engine.base.errors import EngineError, ModelError
 from cflow.engine.base.messages import DiskUsage
 from cflow.engine.native import Context, Model, NativeError, Pick, Row, const
@@ -79,14 +80,14 @@ def test_enums_carry_the_names_of_the_header() -> None:
     ],
 )
 def test_dataclasses_mirror_the_structs(kind: type, struct: str, left_out: set[str]) -> None:
-    in_c = {name for name, _ in native.ffi.typeof(struct).fields} - left_out - {"reserved"}
+    in_c = {name for name, _ in ffi.typeof(struct).fields} - left_out - {"reserved"}
     assert {field.name for field in dataclasses.fields(kind)} == in_c
 
 
 def test_a_row_has_the_order_of_the_struct() -> None:
-    in_c = [name for name, _ in native.ffi.typeof("cflow_row").fields]
+    in_c = [name for name, _ in ffi.typeof("cflow_row").fields]
     assert [*Row._fields, "reserved"] == in_c
-    in_c = [name for name, _ in native.ffi.typeof("cflow_row_usage").fields]
+    in_c = [name for name, _ in ffi.typeof("cflow_row_usage").fields]
     assert [*native.RowUsage._fields] == [name for name in in_c if name != "reserved"]
     assert native.RowUsage._fields == DiskUsage.__struct_fields__
 
@@ -99,12 +100,12 @@ def test_what_is_packed_by_hand_lies_as_in_c(packer: Struct, struct: str) -> Non
     """Each field of C, but pointers and what is reserved, holds the value of its turn."""
     fields = [
         (name, field.type.cname)
-        for name, field in native.ffi.typeof(struct).fields
+        for name, field in ffi.typeof(struct).fields
         if name != "reserved" and field.type.kind != "pointer"
     ]
     n = len(packer.unpack(bytes(packer.size)))
     assert (packer.size, n) == (native.sizeof(struct), len(fields))
-    in_c = native.ffi.from_buffer(f"{struct} *", packer.pack(*range(1, n + 1)))
+    in_c = ffi.from_buffer(f"{struct} *", packer.pack(*range(1, n + 1)))
     assert [getattr(in_c, name) for name, _ in fields] == list(range(1, n + 1))
 
 
@@ -122,7 +123,7 @@ def test_crc32c_of_bytes_arrays_and_pieces() -> None:
     assert native.crc32c(bytes(32)) == 0x8A9136AA
     rising = np.arange(32, dtype=np.uint8)
     assert native.crc32c(rising) == 0x46DD794E
-    assert native.crc32c(memoryview(rising)[20:], native.crc32c(rising[:20])) == 0x46DD794E
+    assert native.crc32c(rising.data[20:], native.crc32c(rising[:20])) == 0x46DD794E
 
 
 # ---- models ----

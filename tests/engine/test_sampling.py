@@ -28,7 +28,7 @@ def context(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Context]:
 @pytest.fixture
 def logits(context: Context) -> Floats:
     """Row 0 of the last step."""
-    return step(context, rows([7]))[0].astype(np.float64)
+    return np.asarray(step(context, rows([7]))[0], np.float64)
 
 
 def draws(context: Context, **parameters: Any) -> NDArray[np.int64]:

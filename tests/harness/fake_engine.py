@@ -253,6 +253,11 @@ class FakeEngine:
         self.answers: list[FakeAnswer] = []
         self.drained = asyncio.Event()
 
+    def become(self, other: FakeEngine) -> None:
+        """Take over all state of another engine, for a server that keeps this object."""
+        vars(self).clear()
+        vars(self).update(vars(other))
+
     @property
     def status(self) -> Status:
         return Status(

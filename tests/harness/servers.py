@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import openai
@@ -67,8 +67,8 @@ class Server:
         return self
 
     def openai(self, **options: Any) -> openai.OpenAI:
-        base = f"{self.url}/v1"
-        return openai.OpenAI(base_url=base, api_key="none", http_client=self.http, **options)
+        base, client = f"{self.url}/v1", cast(Any, self.http)  # newer versions name a fork of httpx
+        return openai.OpenAI(base_url=base, api_key="none", http_client=client, **options)
 
     def complete(self, prompt: Any, **fields: Any) -> dict[str, Any]:
         return self.post("/v1/completions", {"prompt": prompt, "temperature": 0} | fields)

@@ -77,7 +77,7 @@ def shard_folder(path: Path, **config: Any) -> Path:
     path.mkdir(parents=True)
     (path / "config.json").write_text(json.dumps(CONFIG | config))
     items = list(tiny_tensors().items())
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for index, part in enumerate((items[:4], items[4:]), 1):
         name = f"model-{index:05}-of-00002.safetensors"
         (path / name).write_bytes(pack(dict(part)))

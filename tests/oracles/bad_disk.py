@@ -36,7 +36,7 @@ class BadDisk:
 
     def __init__(self, file: Path, folder: Path) -> None:
         library, moods = folder / "bad_disk.so", folder / "moods"
-        command = ["cc", "-shared", "-fPIC", "-O1", "-o", library, SOURCE, "-ldl"]
+        command = ["cc", "-shared", "-fPIC", "-O1", "-o", str(library), str(SOURCE), "-ldl"]
         subprocess.run(command, check=True)
         moods.write_bytes(bytes(ctypes.sizeof(_Moods)))
         with moods.open("r+b") as shared:

@@ -24,7 +24,7 @@ NAMES = {
     "output_norm": "model.norm",
     "output": "lm_head",
 }
-CLASSES: dict[str, tuple[type, type]] = {
+CLASSES: dict[str, tuple[Any, Any]] = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
 }
@@ -69,6 +69,7 @@ def load(path: Path) -> PreTrainedModel:
         rope_parameters={"rope_type": "default", "rope_theta": field("rope.freq_base")},
         tie_word_embeddings=tied,
     )
-    model = model_class(config)
+    model: PreTrainedModel = model_class(config)
     model.load_state_dict(weights, assign=True)
-    return model.float().eval()
+    model.float().eval()
+    return model

@@ -75,4 +75,5 @@ def load(path: Path) -> transformers.PreTrainedModel:
         rms_norm_eps=1e-5,
     )
     model.load_state_dict({name: torch.tensor(w) for name, w in weights.items()})
-    return model.float().eval()
+    model.float().eval()
+    return model

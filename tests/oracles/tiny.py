@@ -93,7 +93,8 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 
 def build(name: str, seed: int = 0) -> PreTrainedModel:
     """The model in f32 with random weights: no bias is 0 and no norm is 1."""
-    model = MODELS[name]().float().eval()
+    model = MODELS[name]()
+    model.float().eval()
     randomise(model, seed)
     return model
 

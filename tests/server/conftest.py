@@ -38,6 +38,6 @@ def _shared() -> Iterator[Live]:
 
 @pytest.fixture
 def live(_shared: Live) -> Live:
-    """A server with default settings; its engine is as new. Only /metrics remembers other tests."""
-    _shared.engine.__init__()  # type: ignore[misc]
+    """A shared server with default settings and a fresh engine. Only /metrics remembers other tests."""
+    _shared.engine.become(FakeEngine())
     return _shared

@@ -140,9 +140,9 @@ def test_the_disk_is_accounted_for(serve: Any) -> None:
         for kind, value in zip(("io", "cut", "altered", "timed_out"), counts, strict=True):
             labels = f'engine="0",kind="{kind}",model_name="fake/model"'
             assert live.metric(f"cflow_{what}_faults_total{{{labels}}}") == value
-    for budget, value in {"2x": 0.25, "4x": 0.75}.items():
+    for budget, ratio in {"2x": 0.25, "4x": 0.75}.items():
         labels = f'budget="{budget}",engine="0",model_name="fake/model"'
-        assert live.metric(f"cflow_expert_ghost_hit_ratio{{{labels}}}") == value
+        assert live.metric(f"cflow_expert_ghost_hit_ratio{{{labels}}}") == ratio
     for kind, value in {"weights": 600, "expert_cache": 400}.items():
         labels = f'engine="0",kind="{kind}",model_name="fake/model"'
         assert live.metric(f"cflow_memory_bytes{{{labels}}}") == value

@@ -334,7 +334,7 @@ def test_a_real_quota_bounds_the_threads_and_counts_what_it_stops(
     box.write("cpu.cfs_period_us", 100_000)
     box.write("cpu.cfs_quota_us", 20_000)
     code = """
-cores, end = machine.cores(), time.monotonic() + 30
+cores, end = machine.cores(), time.monotonic() + 120
 while not (found := cpu_throttling()).throttled and time.monotonic() < end: pass
 print(json.dumps([cores.threads, cores.reason, found.periods, found.throttled, found.seconds]))
 """
@@ -342,7 +342,7 @@ print(json.dumps([cores.threads, cores.reason, found.periods, found.throttled, f
     assert threads == 1
     assert reason.startswith(f"CPU quota of 0.2 ({box.path}/cpu.cfs_quota_us); ")
     assert 0 < throttled <= periods
-    assert 0 < seconds < 30
+    assert seconds > 0
 
 
 def test_a_real_cpuset_bounds_the_threads(group: Callable[[str], Group]) -> None:

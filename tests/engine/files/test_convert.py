@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gguf import GGML_QUANT_SIZES
 from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
+from numpy.typing import NDArray
 
 from cflow.engine.base.errors import ModelError
 from cflow.engine.files.convert import convert
@@ -25,10 +27,8 @@ def quantised_llama(type_name: str) -> tuple[GgufBuilder, dict[str, np.ndarray]]
     kind = GGMLQuantizationType[type_name]
     builder = tiny_llama(d_model=256, n_layers=1)
     rng = np.random.default_rng(2)
-    block, size = {"Q4_K": (256, 144), "Q6_K": (256, 210), "Q5_K": (256, 176)}.get(
-        type_name, (32, {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q8_0": 34}.get(type_name))
-    )
-    want = {}
+    block, size = GGML_QUANT_SIZES[kind]
+    want: dict[str, NDArray[Any]] = {}
     for t in builder.tensors:
         if len(t.dims) == 2 and t.dims[0] % block == 0:
             raw = rng.integers(0, 256, (t.dims[1], t.dims[0] // block, size), np.uint8)
@@ -38,7 +38,7 @@ def quantised_llama(type_name: str) -> tuple[GgufBuilder, dict[str, np.ndarray]]
                 scales = rng.standard_normal((*raw.shape[:2], 1)).astype(np.float16)
                 raw[..., at : at + 2] = scales.view(np.uint8)
             t.type, t.data = int(kind), raw.tobytes()
-            want[t.name] = dequantize(raw.reshape(t.dims[1], -1), kind)
+            want[str(t.name)] = dequantize(raw.reshape(t.dims[1], -1), kind)
     return builder, want
 
 
@@ -96,11 +96,18 @@ def drop(name: str) -> Callable[[GgufBuilder], None]:
 
 
 def change(name: str, **fields: Any) -> Callable[[GgufBuilder], None]:
-    return lambda b: [setattr(tensor(b, name), k, v) for k, v in fields.items()] and None
+    def edit(b: GgufBuilder) -> None:
+        for k, v in fields.items():
+            setattr(tensor(b, name), k, v)
+
+    return edit
 
 
 def key(name: str, kind: str, content: Any) -> Callable[[GgufBuilder], None]:
-    return lambda b: keys(b, (name, kind, content)) and None
+    def edit(b: GgufBuilder) -> None:
+        keys(b, (name, kind, content))
+
+    return edit
 
 
 def poison(name: str, number: float) -> Callable[[GgufBuilder], None]:

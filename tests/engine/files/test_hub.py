@@ -196,7 +196,7 @@ def known(gguf: Path, monkeypatch: pytest.MonkeyPatch) -> Entry:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, index: Index) -> Index:
-    monkeypatch.setattr(catalogue.subprocess, "run", index.run)
+    monkeypatch.setattr("subprocess.run", index.run)
     return index
 
 
@@ -275,7 +275,7 @@ def test_a_full_disk_is_said_before_the_download(
 ) -> None:
     index = install(monkeypatch, Index(halves(gguf)))
     usage = type("usage", (), {"free": 1000})
-    monkeypatch.setattr(hub.shutil, "disk_usage", lambda _path: usage)
+    monkeypatch.setattr("shutil.disk_usage", lambda _path: usage)
     with pytest.raises(ModelError, match="GB are free"):
         hub.resolve("tiny")
     assert index.commands == []

@@ -55,9 +55,8 @@ def cut(size: int) -> list[list[int]]:
 
 
 def set_metadata(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
-    read = Model.metadata.fget
-    assert read is not None
-    monkeypatch.setattr(Model, "metadata", property(lambda self: read(self) | changes))
+    kept: Any = Model.metadata
+    monkeypatch.setattr(Model, "metadata", property(lambda self: kept.fget(self) | changes))
 
 
 def config(path: Path, **settings: Any) -> EngineConfig:

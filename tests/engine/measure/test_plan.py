@@ -2,12 +2,14 @@
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cflow.engine import native
+from cflow.engine.base import machine
 from cflow.engine.base.cgroup import CpuQuota
 from cflow.engine.base.config import EngineConfig
 from cflow.engine.base.errors import EngineError
@@ -21,15 +23,19 @@ from oracles.random_model import EXPERTS, RandomModel
 MIB_HALF_BYTE = 16 / 18 / (1 << 20)  # q4_0 stores 18 bytes for 32 weights, scale included
 Open = Callable[..., Model]
 
-SMALL = {"attention": 0.5, "dense": 1.5, "experts": 0.75}  # MiB a layer at half a byte a weight
-LARGE = {"attention": 128, "dense": 384, "experts": 96}
+SMALL: dict[str, float] = {
+    "attention": 0.5,
+    "dense": 1.5,
+    "experts": 0.75,
+}  # MiB a layer at half a byte a weight
+LARGE: dict[str, float] = {"attention": 128, "dense": 384, "experts": 96}
 OPS = {
     "attention": ("qkv", "o"),
     "dense": ("gate_up", "down"),
     "experts": ("expert_gate_up", "expert_down"),
 }
 # Streams of a layer; longest path through the graph, closed form.
-SHAPES = {
+SHAPES: dict[str, tuple[dict[str, float], float, float]] = {
     "sequential_d512": (SMALL, 12.00, 9.00),
     "parallel_d512": (SMALL, 9.00, 9.00),
     "arch2_4_combined_d512": (SMALL, 5.25, 4.50),
@@ -156,8 +162,13 @@ def test_a_plan_is_of_the_settings_of_a_server(
 ) -> None:
     path = RandomModel([{}, dict(EXPERTS)], context=1024).write(tmp_path / "m.cflow", "q8_0")
     asked: list[Any] = []
-    monkeypatch.setattr(native, "probe_bandwidth", lambda _, n, *__: asked.append(n) or 10e9)
-    monkeypatch.setattr(plan, "probe_disk", lambda *args: asked.append(args[-1]) or 1e6)
+
+    def probed(value: Any, rate: float) -> float:
+        asked.append(value)
+        return rate
+
+    monkeypatch.setattr(native, "probe_bandwidth", lambda _, n, *__: probed(n, 10e9))
+    monkeypatch.setattr(plan, "probe_disk", lambda *args: probed(args[-1], 1e6))
     share = {"expert_cache": "50%", "expert_reads": 2}
     found = planned(path, threads=3, kv="f32", kv_memory=1 << 16, **share)
     assert asked == [2, 3]
@@ -181,7 +192,7 @@ def test_threads_beyond_the_quota_run_part_of_the_time(
     monkeypatch.setattr(native, "probe_bandwidth", lambda *_: 10e9)
     quota = CpuQuota(cpus, "test")
     cores = Cores(threads=1, reason="", physical=4, nodes=1, quota=quota)
-    monkeypatch.setattr(plan.machine, "cores", lambda: cores)
+    monkeypatch.setattr(machine, "cores", lambda: cores)
     found = planned(path, threads=threads)
     assert found.predicted_decode_tok_s == share * 10e9 / found.bytes_per_token
 
@@ -212,10 +223,14 @@ def test_the_probe_of_memory_leaves_half_of_it(
 ) -> None:
     path = RandomModel([dict(EXPERTS)]).write(tmp_path / "m.cflow", "q8_0")
     probed: list[int] = []
-    monkeypatch.setattr(native, "probe_bandwidth", lambda n, *_: probed.append(n) or 10e9)
+
+    def probe(n_bytes: int, *_: object) -> float:
+        probed.append(n_bytes)
+        return 10e9
+
+    monkeypatch.setattr(native, "probe_bandwidth", probe)
     for available in (700 << 20, 1 << 40):
-        memory = Memory(total=1 << 41, available=available, limited_by="test")
-        monkeypatch.setattr(plan.machine, "memory", lambda memory=memory: memory)
+        monkeypatch.setattr(machine, "memory", partial(Memory, 1 << 41, available, "test"))
         planned(path)
     assert probed[0] == 350 << 20
     assert probed[1] >= 1 << 30
@@ -225,7 +240,7 @@ def test_plan_of_what_does_not_fit_at_all(tmp_path: Path, monkeypatch: pytest.Mo
     path = RandomModel([dict(EXPERTS)]).write(tmp_path / "m.cflow", "q8_0")
     monkeypatch.setattr(native, "probe_bandwidth", lambda *_: 10e9)
     little = Memory(total=1 << 16, available=1 << 12, limited_by="test")
-    monkeypatch.setattr(plan.machine, "memory", lambda: little)
+    monkeypatch.setattr(machine, "memory", lambda: little)
     problem = planned(path).problem
     assert problem is not None
     assert problem.startswith("the weights need ")

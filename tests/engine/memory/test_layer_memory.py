@@ -22,7 +22,7 @@ MIB = 1 << 20
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("layers")
-    sizes = {"n_layers": 16, "d_model": 512, "vocab_size": 300, "d_ff": 1536}
+    sizes: dict[str, Any] = {"n_layers": 16, "d_model": 512, "vocab_size": 300, "d_ff": 1536}
     return synth_model(folder / "m.cflow", "llama", heads=(8, 8, 64), **sizes)
 
 

@@ -54,8 +54,8 @@ def make() -> Iterator[Any]:
 
 
 def oracle(source: str, messages: list[Message], **variables: Any) -> str:
-    rendered, _ = render_jinja_template([messages], chat_template=source, **variables)
-    return str(rendered[0])
+    rendered = render_jinja_template([messages], chat_template=source, **variables)
+    return str(rendered[0][0])
 
 
 @pytest.mark.parametrize("name", ["smollm2-135m", "qwen2.5-coder-0.5b"])

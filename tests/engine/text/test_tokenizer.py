@@ -16,6 +16,7 @@ from cflow.engine.base.errors import EngineError, ModelError
 from cflow.engine.base.native_types import TokenBytes
 from cflow.engine.client.card import read_card
 from cflow.engine.text.tokenizer import Tokenizer
+from harness.waiting import LIMIT_S
 from oracles.real_models import RealModel
 
 SPECIAL = ["<s>", "</s>"]
@@ -23,7 +24,7 @@ SPECIAL = ["<s>", "</s>"]
 
 def byte_level() -> tuple[bytes, TokenBytes]:
     """Two special tokens, then every byte."""
-    letters = bytes_to_unicode()
+    letters: dict[int, str] = bytes_to_unicode()
     tokens = [*SPECIAL, *letters.values()]
     vocab = {token: i for i, token in enumerate(tokens)}
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -140,7 +141,7 @@ def test_long_runs_keep_to_a_time_that_length_explains(real_tokenizer: Tokenizer
     text = run * (131072 // len(run))
     started = time.process_time()
     ids = real_tokenizer.encode(text, add_bos=False)
-    assert time.process_time() - started < 5  # a quadratic tokenizer takes minutes
+    assert time.process_time() - started < LIMIT_S  # a quadratic tokenizer would take longer
     # Qwen's tokenizer composes accents.
     assert unicodedata.normalize("NFC", real_tokenizer.decode(ids)) == unicodedata.normalize(
         "NFC", text
@@ -149,11 +150,9 @@ def test_long_runs_keep_to_a_time_that_length_explains(real_tokenizer: Tokenizer
 
 def test_other_threads_run_while_a_long_text_is_encoded(real_tokenizer: Tokenizer) -> None:
     thread = threading.Thread(target=real_tokenizer.encode, args=("x " * 500_000,))
-    gaps, last = [], time.perf_counter()
+    n_turns = 0
     thread.start()
     while thread.is_alive():
         time.sleep(0.001)
-        now = time.perf_counter()
-        gaps.append(now - last)
-        last = now
-    assert max(gaps) < 0.5 * sum(gaps)
+        n_turns += 1
+    assert n_turns > 10  # two if encode() held the interpreter's lock

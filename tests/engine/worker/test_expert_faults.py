@@ -17,6 +17,7 @@ from cflow.engine.client.local import LocalEngine
 from cflow.engine.memory.experts import ExpertBank
 from cflow.engine.native import Context, Model
 from harness.asking import submit
+from harness.waiting import until_async
 from oracles import running as native
 from oracles.random_model import VOCAB_SIZE, RandomModel
 
@@ -92,7 +93,7 @@ def file(case: Case, tmp_path: Path) -> Path:
 @asynccontextmanager
 async def serving(path: Path, **settings: Any) -> AsyncIterator[LocalEngine]:
     """With the smallest cache there is."""
-    smallest = {"expert_cache": "6%", "expert_reads": 2}
+    smallest: dict[str, Any] = {"expert_cache": "6%", "expert_reads": 2}
     engine = await LocalEngine.start(EngineConfig(model=str(path), **smallest, **settings))
     try:
         await engine.wait_ready()
@@ -243,10 +244,11 @@ def write_at(file: Path, place: int, data: bytes) -> None:
 
 
 async def stats_where(engine: LocalEngine, condition: Callable[[DiskStats], bool]) -> DiskStats:
-    """Those told once the condition holds and nothing runs."""
-    async with asyncio.timeout(20):
-        while True:
-            experts = engine.stats.disk.get("experts")
-            if experts is not None and condition(experts) and not engine.stats.n_running:
-                return experts
-            await asyncio.sleep(0.02)
+    """The first that are reported while nothing runs and the condition holds."""
+
+    def is_reported() -> bool:
+        experts = engine.stats.disk.get("experts")
+        return experts is not None and condition(experts) and not engine.stats.n_running
+
+    await until_async(is_reported)
+    return engine.stats.disk["experts"]

@@ -9,7 +9,8 @@ from cflow.engine.worker.loading import _thread_notes
 
 def test_threads_that_cannot_run_well_are_noted() -> None:
     def notes(threads: int, **fields: Any) -> list[str]:
-        cores = machine.Cores(**{"threads": 1, "reason": "", "physical": 8, "nodes": 1} | fields)
+        usual: dict[str, Any] = {"threads": 1, "reason": "", "physical": 8, "nodes": 1}
+        cores = machine.Cores(**(usual | fields))
         return _thread_notes(threads, cores)
 
     quota = CpuQuota(1.5, "the file")

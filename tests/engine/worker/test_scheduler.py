@@ -254,7 +254,7 @@ def test_no_more_run_than_there_are_slots() -> None:
 # ---- the prefix cache ----
 
 
-def n_cached(machine: Machine, tokens: list[int], **changes: int) -> int:
+def n_cached(machine: Machine, tokens: list[int], **changes: Any) -> int:
     id = machine.submit(tokens, SamplingParams(max_tokens=12, temperature=0, **changes))
     machine.run()
     assert machine.answers[id, 0] == expected(machine.requests[id], 0)
@@ -545,7 +545,7 @@ def test_drafts_take_no_block_that_another_needs() -> None:
     it would need another; the second needs the last one meanwhile."""
     machine = drafting(n_blocks=4, max_context=128)
     tokens = [29, 30, 120, *range(40, 64), 30]
-    saying_x = {"logit_bias": {120: 100}, "stop": ("xxxx",), "ignore_eos": True}
+    saying_x: dict[str, Any] = {"logit_bias": {120: 100}, "stop": ("xxxx",), "ignore_eos": True}
     first = machine.submit(tokens, SamplingParams(max_tokens=50, **saying_x))
     machine.submit(prompt(64), SamplingParams(max_tokens=10, ignore_eos=True))
     machine.run()

@@ -14,6 +14,7 @@ from cflow.engine.client.answer import LocalAnswer
 from cflow.engine.client.card import read_card
 from cflow.engine.client.local import LocalEngine
 from harness.asking import submit
+from harness.waiting import until_async
 from oracles.real_models import RealModel
 
 pytestmark = pytest.mark.anyio
@@ -105,8 +106,7 @@ async def test_neighbours_chunks_and_lack_of_memory_change_no_bit(prompt: list[i
     async with running(max_sequences=16, **tight) as engine:
         answers = [await submit(engine, ids, sampling=SAMPLING, n_choices=2) for ids in prompts]
         together = [said for said, _ in await asyncio.gather(*map(read, answers))]
-        await asyncio.sleep(0.2)
-        assert engine.stats.preemptions > 0
+        await until_async(lambda: engine.stats.preemptions > 0)
     assert together == alone
 
 

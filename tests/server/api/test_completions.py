@@ -50,7 +50,7 @@ def test_text_usage_and_envelope(live: Live) -> None:
 
 @pytest.mark.parametrize("prompt", ["", "x", " lead", "naïve 漢字 😸 end", "line\nline\r\n\t\x00"])
 def test_stream_and_whole_answer_are_equal(live: Live, prompt: str) -> None:
-    live.engine.card.tokenizer.bos_id = BOS  # type: ignore[misc, attr-defined]
+    live.engine.card.tokenizer.bos_id = BOS
     fields: dict[str, Any] = {"prompt": prompt, "max_tokens": 40, "seed": 1}
     whole = live.complete(**fields).json()
     chunks = streamed(live, stream_options={"include_usage": True}, **fields)
@@ -158,7 +158,7 @@ def test_missing_prompt_is_refused(live: Live) -> None:
 
 def test_empty_prompt_begins_a_document(live: Live) -> None:
     assert error_of(live.complete(prompt=""))["code"] == "empty_prompt"
-    live.engine.card.tokenizer.bos_id = BOS  # type: ignore[misc, attr-defined]
+    live.engine.card.tokenizer.bos_id = BOS
     body = live.complete(prompt=["", "a"]).json()
     assert body["usage"]["prompt_tokens"] == 3  # <s>, <s> and a
     assert [call.prompt for call in live.engine.calls] == [(BOS,), (BOS, 97)]
@@ -354,7 +354,7 @@ class TestLogprobs:
 
     def test_special_tokens_are_named_though_the_text_does_not_have_them(self, live: Live) -> None:
         """As vLLM does it. They take no room in the text."""
-        live.engine.card.tokenizer.bos_id = BOS  # type: ignore[misc, attr-defined]
+        live.engine.card.tokenizer.bos_id = BOS
         arrays = choice(live, prompt="ab", max_tokens=9, echo=True, logprobs=1)["logprobs"]
         assert arrays["tokens"] == ["<s>", "a", "b", "A", "B", "</s>"]
         assert arrays["text_offset"] == [0, 0, 1, 2, 3, 4]
@@ -382,7 +382,7 @@ class TestLogprobs:
         assert body["choices"][0]["logprobs"] is None
 
     def test_echo_leaves_out_the_token_that_was_added(self, live: Live) -> None:
-        live.engine.card.tokenizer.bos_id = BOS  # type: ignore[misc, attr-defined]
+        live.engine.card.tokenizer.bos_id = BOS
         added = choice(live, prompt="ab", max_tokens=0, echo=True, logprobs=0)
         typed = choice(live, prompt="<s>ab", max_tokens=0, echo=True, logprobs=0)
         assert (added["text"], typed["text"]) == ("ab", "<s>ab")
@@ -563,9 +563,12 @@ def test_a_prompt_is_spelled_once_for_all_its_choices(
     assert live.complete(prompt="x").status_code == 200  # the longest token is looked for once
     spelled: list[int] = []
     known = ByteTokenizer.token_bytes
-    monkeypatch.setattr(
-        ByteTokenizer, "token_bytes", lambda self, id: spelled.append(id) or known(self, id)
-    )
+
+    def spell(self: ByteTokenizer, token: int) -> bytes:
+        spelled.append(token)
+        return known(self, token)
+
+    monkeypatch.setattr(ByteTokenizer, "token_bytes", spell)
     body = live.complete(prompt=["abcd", "efgh"], n=20, max_tokens=1, echo=True).json()
     assert [c["text"] for c in body["choices"]] == ["abcdA"] * 20 + ["efghE"] * 20
     assert len([id for id in spelled if id in set(b"abcdefgh")]) == 8

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from typing import Any
 
 import httpx
@@ -13,6 +12,7 @@ import pytest
 from cflow.server.api import prompts
 from harness.fake_engine import READY, ByteTokenizer
 from harness.live import Live, error_of
+from harness.waiting import LIMIT_S, until, until_async
 
 LONGEST = READY.max_context * len("</s>")  # bytes; that is the longest token
 
@@ -63,7 +63,7 @@ class SlowTokenizer:
     def encode(self, text: str, add_bos: bool = True) -> list[int]:
         if len(text) > prompts.LONG_CHARS:
             self.n_now += 1
-            assert self.let_go.wait(10)
+            assert self.let_go.wait(LIMIT_S)
         return [1]
 
 
@@ -73,9 +73,11 @@ def test_long_texts_hold_up_only_each_other() -> None:
     async def check() -> None:
         long = "a" * (prompts.LONG_CHARS + 1)
         tasks = [asyncio.create_task(prompts.encode_text(tokenizer, long)) for _ in range(40)]
-        for _ in range(40):
-            await asyncio.wait_for(prompts.encode_text(tokenizer, "b" * 5000), 5)
-        assert tokenizer.n_now <= 2
+        await until_async(lambda: tokenizer.n_now == 2)
+        async with asyncio.timeout(LIMIT_S):
+            for _ in range(40):
+                await prompts.encode_text(tokenizer, "b" * 5000)
+        assert tokenizer.n_now == 2
         tokenizer.let_go.set()
         await asyncio.gather(*tasks)
 
@@ -88,18 +90,18 @@ def test_slow_templates_hold_up_only_each_other(live: Live) -> None:
 
     class SlowTemplate:
         def render(self, messages: Any, **_options: Any) -> str:
-            assert let_go.wait(10)
+            assert let_go.wait(LIMIT_S)
             return "x"
 
     object.__setattr__(live.engine.card, "template", SlowTemplate())
     body = {"messages": [{"role": "user", "content": "x"}]}
     url = f"http://127.0.0.1:{live.port}/v1/chat/completions"
-    chats = [threading.Thread(target=httpx.post, args=(url,), kwargs={"json": body})
+    chats = [threading.Thread(target=httpx.post, args=(url,), kwargs={"json": body, "timeout": LIMIT_S})
              for _ in range(40)]  # fmt: skip
     for chat in chats:
         chat.start()
-    time.sleep(0.3)
     try:
+        until(lambda: len(live._server.server_state.tasks) == 40)
         assert live.post("/tokenize", content="a" * 5000).status_code == 200
     finally:
         let_go.set()

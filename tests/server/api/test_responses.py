@@ -133,7 +133,8 @@ def test_streams_end_with_what_they_told(
 
 def seen(live: Live) -> list[dict[str, Any]]:
     """What the template was shown."""
-    turns: list[dict[str, Any]] = live.engine.card.template.seen["messages"]
+    assert isinstance(live.engine.template, Template)
+    turns: list[dict[str, Any]] = live.engine.template.seen["messages"]
     return turns
 
 

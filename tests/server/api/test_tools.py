@@ -17,7 +17,7 @@ from harness.scripts import CALL, CALL_2, Template, say
 
 Serve = Callable[..., Live]
 
-WEATHER = {
+WEATHER: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "get_weather",

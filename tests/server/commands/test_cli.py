@@ -27,6 +27,7 @@ from cflow.server.commands import startup
 from cflow.server.commands.cli import app
 from cflow.server.commands.options import ENGINE_FLAGS, read_engine
 from harness.fake_engine import READY
+from harness.waiting import LIMIT_S
 
 runner = CliRunner()
 
@@ -277,7 +278,7 @@ def test_signals_before_the_imports_are_done(
     number: signal.Signals, command: str, status: int, tmp_path: Path
 ) -> None:
     """What is imported first takes for ever here."""
-    slow = "import sys, time\nprint('importing', flush=True)\ntime.sleep(60)\n"
+    slow = "import sys, time\nprint('importing', flush=True)\ntime.sleep(3600)\n"
     (tmp_path / "typer.py").write_text(slow)
     with subprocess.Popen(
         [sys.executable, "-m", "cflow.server", command],
@@ -289,7 +290,7 @@ def test_signals_before_the_imports_are_done(
         assert process.stdout is not None
         assert process.stdout.readline() == "importing\n"
         process.send_signal(number)
-        _, said = process.communicate(timeout=30)
+        _, said = process.communicate(timeout=LIMIT_S)
     assert process.returncode == status
     assert said == ("cflow: interrupted\n" if number == signal.SIGINT else "")
 

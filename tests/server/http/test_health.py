@@ -169,7 +169,7 @@ def test_tokenizer_info_names_what_tokenizes_as_itself(live: Live) -> None:
         "model_max_length": 64,
     }
     assert live.post("/tokenize", content=info["eos_token"]).json() == {"tokens": [EOS]}
-    live.engine.card.tokenizer.bos_id = BOS  # type: ignore[misc, attr-defined]
+    live.engine.card.tokenizer.bos_id = BOS
     assert live.client.get("/tokenizer_info").json()["bos_token"] == "<s>"
 
 

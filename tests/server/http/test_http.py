@@ -177,7 +177,7 @@ def test_every_answer_has_an_id_and_repeats_the_clients(
     made = [live.complete(prompt="a", n=n).headers["x-request-id"] for n in (0, 1)]
     odd = ("x" * 129, "a b", "\u00e9")
     for value in odd:
-        given = {"x-request-id": value.encode("latin-1")}
+        given = {b"x-request-id": value.encode("latin-1")}
         made.append(live.client.get("/live", headers=given).headers["x-request-id"])
     assert len(set(made)) == 5
     assert all(len(value) == 32 for value in made)

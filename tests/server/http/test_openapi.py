@@ -62,7 +62,7 @@ def test_every_answer_is_described(
         database=None,
     )
     @given(case=operation.as_strategy(generation_mode=mode))
-    def check(case: schemathesis.Case) -> None:
+    def check(case: schemathesis.Case[Any]) -> None:
         case.call_and_validate(excluded_checks=[positive_data_acceptance])
 
     check()

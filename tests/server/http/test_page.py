@@ -5,7 +5,7 @@ import re
 import pytest
 
 from cflow.server.http.auth import is_open
-from harness.fake_engine import FakeEngine
+from harness.fake_engine import READY, FakeEngine
 from harness.live import Live, error_of
 
 HTML = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
@@ -73,7 +73,7 @@ def test_status(serve: object) -> None:
     assert (model["name"], model["context"], model["layers"]) == ("fake/model", 64, 2)
     assert (model["experts"], model["top_k"], model["bytes_per_token"]) == (8, 2, 1000)
     assert model["chat"] is True
-    assert found["machine"]["threads"] == live.engine.ready.n_threads
+    assert found["machine"]["threads"] == READY.n_threads
     live.engine.state, live.engine.ready = "loading", None
     found = live.client.get("/status").json()
     assert (found["state"], found["machine"]) == ("loading", None)

@@ -20,6 +20,7 @@ from cflow.server.config import server_config
 from cflow.server.http.tls import read_certificate
 from harness.fake_engine import FakeEngine
 from harness.live import Live, events, read_all, request
+from harness.waiting import LIMIT_S
 
 pytestmark = pytest.mark.skipif(not shutil.which("openssl"), reason="no openssl to make one with")
 
@@ -41,7 +42,7 @@ def make_pair(folder: Path, name: str) -> tuple[Path, Path]:
 
 def trusting(live: Live, cert: Path) -> httpx.Client:
     context = ssl.create_default_context(cafile=str(cert))
-    return httpx.Client(base_url=f"https://127.0.0.1:{live.port}", verify=context, timeout=10)
+    return httpx.Client(base_url=f"https://127.0.0.1:{live.port}", verify=context, timeout=LIMIT_S)
 
 
 def test_answers_and_streams(serve: Any, tmp_path: Path) -> None:
@@ -58,7 +59,7 @@ def test_what_is_not_http_is_refused_over_tls_too(serve: Any, tmp_path: Path) ->
     cert, key = make_pair(tmp_path, "one")
     live: Live = serve(FakeEngine(), tls_cert=cert, tls_key=key)
     context = ssl.create_default_context(cafile=str(cert))
-    plain = socket.create_connection(("127.0.0.1", live.port), timeout=5)
+    plain = socket.create_connection(("127.0.0.1", live.port), timeout=LIMIT_S)
     with context.wrap_socket(plain, server_hostname="127.0.0.1") as sock:
         sock.sendall(b"\x00nonsense\r\n\r\n")
         assert read_all(sock).startswith(b"HTTP/1.1 400")
@@ -89,7 +90,7 @@ def test_a_new_certificate_is_for_new_connections(serve: Any, tmp_path: Path) ->
 def check_health(**environment: str) -> int:
     """The exit status of the container's health check."""
     command = [sys.executable, "-m", "cflow.server.http.healthcheck"]
-    return subprocess.run(command, env=os.environ | environment, timeout=20).returncode
+    return subprocess.run(command, env=os.environ | environment, timeout=LIMIT_S).returncode
 
 
 def test_the_health_check_asks_with_and_without_tls(serve: Any, tmp_path: Path) -> None:

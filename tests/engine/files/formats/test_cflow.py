@@ -53,6 +53,7 @@ expert_delay = 2
 @pytest.fixture(params=[("moe.cflow", ""), ("moe.vflow", DELAYED)], ids=["layer", "stage"])
 def moe(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A stock model in layer order, a delayed one in stage order."""
+    name: str
     name, more = request.param
     (tmp_path / "shape.toml").write_text(SHAPE.format(more=more))
     synth.synth(str(tmp_path / "shape.toml"), tmp_path / name, seed=3)
@@ -157,7 +158,7 @@ def test_a_full_disk_is_said_before_any_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = type("usage", (), {"free": 1000})
-    monkeypatch.setattr(writer.shutil, "disk_usage", lambda _path: usage)
+    monkeypatch.setattr("shutil.disk_usage", lambda _path: usage)
     with pytest.raises(ModelError, match=r"needs [\d,]+ bytes; its disk has 1,000 free"):
         write(contents(lambda *_: pytest.fail("read a weight")), tmp_path / "x.cflow")
     assert os.listdir(tmp_path) == []

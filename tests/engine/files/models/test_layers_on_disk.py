@@ -92,7 +92,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def deep(path: Path, architecture: str, **more: Any) -> Path:
     """Twelve layers of some MiB, so that most come and go."""
-    sizes = {"n_layers": 12, "d_model": 512, "vocab_size": 300, "d_ff": 1536}
+    sizes: dict[str, Any] = {"n_layers": 12, "d_model": 512, "vocab_size": 300, "d_ff": 1536}
     return synth_model(path, architecture, heads=(8, 8, 64), **sizes, **more)
 
 

@@ -10,6 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from cflow.engine.base.limits import EXPERT_READS
+from cflow.engine.base.native_types import RowUsage
 from cflow.engine.files.convert import convert
 from cflow.engine.lab.arms import ARMS
 from cflow.engine.lab.export import export
@@ -186,7 +187,7 @@ def test_usage_of_a_step_adds_up_to_the_counters(case: Case) -> None:
     """Every miss is a padded record, charged to one row."""
     model = Model(str(case.path), experts={"cache": cache_of(case, 0.25)})
     context = open_context(model)
-    usage = []
+    usage: list[RowUsage] = []
     for i in range(0, len(PROMPT), 10):
         usage += context.step(running.rows(PROMPT[i : i + 10], first=i)).usage
     tier = model.tier
