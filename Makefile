@@ -10,12 +10,21 @@ NATIVE := $(shell find native -type f)
 
 PORT ?= 8000
 MODEL ?=
+# What neither loads a real model nor starts a server or a worker.
+FAST := tests/test_layers.py tests/server/test_config.py tests/server/test_meter.py \
+	$(addprefix tests/engine/,base/test_config.py base/test_messages.py \
+	client/test_totals.py client/test_watchdog.py \
+	memory/test_capacity.py memory/test_experts.py memory/test_kv_blocks.py \
+	text/test_detokenizer.py text/test_dialect.py text/test_reply.py \
+	worker/test_pace.py worker/test_scheduler.py worker/test_stops.py worker/test_transcript.py \
+	files/formats/test_blocks.py files/formats/test_gguf.py files/formats/test_quantise.py \
+	files/formats/test_safetensors.py files/formats/test_tiles.py)
 ACCURACY := tests/engine/files/models
 CLIENTS := build/clients
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help serve build test test-native test-python test-accuracy bench bench-peers bench-experts records claims image soak test-page test-clients check format wheel clean
+.PHONY: help serve build test test-fast test-native test-python test-accuracy bench bench-peers bench-experts records claims image soak test-page test-clients check format wheel clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -53,6 +62,9 @@ test: $(VENV)/tools $(VENV)/cflow ## Run all tests: C under ASan and UBSan, then
 	$(MAKE) --no-print-directory test-native || failed=1; \
 	$(MAKE) --no-print-directory test-python || failed=1; \
 	exit $$failed
+
+test-fast: $(VENV)/tools $(VENV)/cflow ## Run tests that need no model, server or worker: under a minute
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile $(FAST)
 
 test-native: $(VENV)/tools
 	$(CMAKE) -B build/sanitized -DCMAKE_BUILD_TYPE=Debug -DCMAKE_C_FLAGS_DEBUG="-O1 -g" \

@@ -1,4 +1,7 @@
-"""Faults seen in the field, against a real model: each test is one kind of fault."""
+"""Kinds of faults that public bug reports show in such servers, against a real model.
+
+A test's name begins with its case id, such as st07: docs/testing.md lists the topics.
+"""
 
 from __future__ import annotations
 
