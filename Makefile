@@ -17,7 +17,7 @@ FAST := tests/test_layers.py tests/server/test_config.py tests/server/test_meter
 	memory/test_capacity.py memory/test_experts.py memory/test_kv_blocks.py \
 	text/test_detokenizer.py text/test_dialect.py text/test_reply.py \
 	worker/test_pace.py worker/test_scheduler.py worker/test_stops.py worker/test_transcript.py \
-	files/formats/test_blocks.py files/formats/test_gguf.py files/formats/test_quantise.py \
+	files/formats/test_blocks.py files/formats/test_gguf.py \
 	files/formats/test_safetensors.py files/formats/test_tiles.py)
 ACCURACY := tests/engine/files/models
 CLIENTS := build/clients
