@@ -144,7 +144,7 @@ def test_programs_refuse_what_they_cannot_do(
 
 def test_each_program_that_streams_has_its_hint_and_no_other(programs: Path) -> None:
     for hint, want in (("none", set()), ("t0", {"prefetcht0"}), ("t1", {"prefetcht1"})):
-        command = ["objdump", "-d", "--no-show-raw-insn", programs / f"streamed_{hint}"]
+        command = ["objdump", "-d", "--no-show-raw-insn", str(programs / f"streamed_{hint}")]
         code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         assert {word for word in code.split() if word.startswith("prefetch")} == want
 
@@ -407,7 +407,7 @@ def storage(
     for setting in SETTINGS:
         speed = stage if setting.order == "stage" else 1.0
         rate = 20.0 if setting.memory == "all" else 3.0
-        run = {
+        run: dict[str, Any] = {
             "memory_bytes": 0 if setting.memory == "all" else 120_000_000,
             "token_reads": 6.0,
             "token_bytes": 6e8,
@@ -464,7 +464,8 @@ def test_streamed_logits_are_those_of_memory(programs: Path, tmp_path: Path) -> 
         tokens = ([(37 * i + 11) % model.header.n_tokens] for i in range(4))
         want = b"".join(context.logits(0).tobytes() for _ in decode(context, tokens))
     for hint in HINTS:
-        command = [programs / f"streamed_{hint}", path, str(1 << 23), "direct", "4", "2", out]
+        program = str(programs / f"streamed_{hint}")
+        command = [program, str(path), str(1 << 23), "direct", "4", "2", str(out)]
         subprocess.run(command, check=True, capture_output=True)
         assert out.read_bytes() == want
 

@@ -51,7 +51,7 @@ def shared(path: Path, monkeypatch: pytest.MonkeyPatch) -> Shared:
 def others(path: Path, share: Share) -> int:
     """Bytes of everything but experts."""
     model = Model(str(path), header_only=True)
-    options = {"threads": 1, "max_rows": 1, "max_sequences": 1}
+    options: dict[str, Any] = {"threads": 1, "max_rows": 1, "max_sequences": 1}
     kv_and_scratch = context_memory(
         model,
         max_context=share.context["max_context"],
@@ -144,8 +144,10 @@ def test_server_plan_and_bench_share_memory_alike(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ) -> None:
     """On a machine that does not hold all experts."""
-    sizes = {"n_layers": 12, "d_model": 512, "vocab_size": 300, "n_experts": 8, "top_k": 2}
-    path = synth_model(tmp_path / "m.cflow", "qwen3moe", heads=(12, 12, 64), d_expert=256, **sizes)
+    path = synth_model(
+        tmp_path / "m.cflow", "qwen3moe", n_layers=12, d_model=512, heads=(12, 12, 64),
+        vocab_size=300, n_experts=8, top_k=2, d_expert=256,
+    )  # fmt: skip
     config = EngineConfig(model=str(path), threads=2, max_step_tokens=64, **settings)
     bank = ExpertBank.of(Model(str(path), header_only=True))
     memory = machine.Memory(1 << 40, path.stat().st_size, "test")

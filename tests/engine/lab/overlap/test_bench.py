@@ -69,7 +69,7 @@ def test_cells_of_several_counts_of_threads(
 def test_one_core_is_left_to_the_reader(
     monkeypatch: pytest.MonkeyPatch, cores: int, threads: tuple[int, ...]
 ) -> None:
-    monkeypatch.setattr(machine, "cores", lambda: machine.Cores(cores, cores, cores, (), None))
+    monkeypatch.setattr(machine, "cores", lambda: machine.Cores(cores, "", cores, 1, None))
     assert Sizes().thread_counts == threads
     assert Sizes(threads=(3,)).thread_counts == (3,)
 

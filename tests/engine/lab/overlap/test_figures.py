@@ -1,6 +1,7 @@
 """The figures of overlap.json by hand, as the claims table, the command and the picture show them."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ ROOT = Path(__file__).parents[4]
 
 
 def cell(**fields: object) -> Cell:
-    values = {
+    values: dict[str, Any] = {
         "routing": "uniform",
         "threads": 1,
         "experts": 2,
