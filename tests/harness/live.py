@@ -29,7 +29,7 @@ class Live:
         self._socket = listen("127.0.0.1", 0)
         self.port: int = self._socket.getsockname()[1]
         config = config or server_config({})
-        app = create_app(config, engine)  # type: ignore[arg-type]
+        app = create_app(config, engine)
         self.metrics = app.state.service.metrics
         self.tracing = app.state.service.tracing
         self.tls = read_certificate(config.tls_cert, config.tls_key)

@@ -295,7 +295,7 @@ class TestParameters:
         self, top_k: int, named: str
     ) -> None:
         with pytest.raises(CflowError, match=named):
-            create_app(server_config({"moe_top_k": 5}), FakeEngine(top_k=top_k))  # type: ignore[arg-type]
+            create_app(server_config({"moe_top_k": 5}), FakeEngine(top_k=top_k))
 
 
 class TestContext:

@@ -9,6 +9,7 @@ import pytest
 
 from cflow.engine.base.errors import EngineError
 from cflow.engine.base.messages import Loading
+from cflow.engine.client.engine import State
 from cflow.server.meter import Meter
 from harness.fake_engine import BOS, EOS, READY, FakeEngine
 from harness.live import Live, error_of
@@ -26,7 +27,7 @@ PROBES = {
 
 @pytest.mark.parametrize("state", PROBES)
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
-def test_probes(live: Live, state: str, method: str) -> None:
+def test_probes(live: Live, state: State, method: str) -> None:
     live.engine.state = state
     paths = ("/live", "/health", "/ready")
     answers = [live.client.request(method, path) for path in paths]
@@ -54,7 +55,7 @@ def test_loading_shows_progress(live: Live) -> None:
 @pytest.mark.parametrize(
     "path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/models"]
 )
-def test_requests_are_refused_with_a_time_to_come_back(live: Live, state: str, path: str) -> None:
+def test_requests_are_refused_with_a_time_to_come_back(live: Live, state: State, path: str) -> None:
     live.engine.state = state
     response = live.client.get(path) if path == "/v1/models" else live.post(path, {"bad": 1})
     assert response.status_code == 503

@@ -221,7 +221,7 @@ def test_the_standard_variables_hold(
     assert item == "stories"
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "-3")
     with pytest.raises(CflowError, match=r"OTEL_.*max_queue_size"):
-        create_app(server_config({}), FakeEngine())  # type: ignore[arg-type]
+        create_app(server_config({}), FakeEngine())
 
 
 def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,7 +229,7 @@ def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
     monkeypatch.delitem(sys.modules, "cflow.server.http.tracing", raising=False)
     with pytest.raises(CflowError, match=r"needs opentelemetry.*pip install 'cflow\[otel\]'"):
-        create_app(config, FakeEngine())  # type: ignore[arg-type]
+        create_app(config, FakeEngine())
 
 
 def test_nothing_is_traced_unless_asked_for(live: Live) -> None:
