@@ -1,5 +1,5 @@
-/* The graph and its levels, against values by hand (docs/decisions/critical-path.md) for d = 512, L = 6:
- * per layer attention 0.5, dense 1.5, top-2 experts 0.75 MiB at half a byte a weight. */
+/* The graph and its levels, against values by hand (docs/decisions/critical-path.md) for d = 512, L
+ * = 6: per layer attention 0.5, dense 1.5, top-2 experts 0.75 MiB at half a byte a weight. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
