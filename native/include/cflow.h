@@ -250,19 +250,19 @@ typedef enum {
 
 typedef struct {
     const char *path;
-    int32_t n_threads;      /* threads that read the weights, at least 1 */
-    int32_t header_only;    /* 1: read no weights; the file may lack its banks; steps cannot run */
-    int32_t as_f32;         /* 1: hold the weights dequantised to f32, for debugging */
-    int32_t expert_io;      /* cflow_io: bypass the page cache (where possible), or use it */
-    uint64_t expert_cache;  /* bytes of RAM for experts; the others stay in the file and are read
-                               when they are needed; 0: all experts are in RAM */
-    int32_t expert_reads; /* most reads in flight, 1 to 64 */
-    int32_t speculate;      /* 1: without a delay, read the experts ahead that the next layer's
-                               router would choose for this layer's stream; 0: only to measure */
-    int32_t defer_experts;  /* add this many experts of each token, those with the least weight, one
-                               layer late, which gives their reads more time and changes the output;
-                               less than top_k; never in the last layer; 0: none */
-    int32_t expert_window;  /* cflow_window; above 0 only to measure */
+    int32_t n_threads;     /* threads that read the weights, at least 1 */
+    int32_t header_only;   /* 1: read no weights; the file may lack its banks; steps cannot run */
+    int32_t as_f32;        /* 1: hold the weights dequantised to f32, for debugging */
+    int32_t expert_io;     /* cflow_io: bypass the page cache (where possible), or use it */
+    uint64_t expert_cache; /* bytes of RAM for experts; the others stay in the file and are read
+                              when they are needed; 0: all experts are in RAM */
+    int32_t expert_reads;  /* most reads in flight, 1 to 64 */
+    int32_t speculate;     /* 1: without a delay, read the experts ahead that the next layer's
+                              router would choose for this layer's stream; 0: only to measure */
+    int32_t defer_experts; /* add this many experts of each token, those with the least weight, one
+                              layer late, which gives their reads more time and changes the output;
+                              less than top_k; never in the last layer; 0: none */
+    int32_t expert_window; /* cflow_window; above 0 only to measure */
     double expert_timeout_s;   /* above 0: an expert's read that takes longer has failed */
     double expert_bytes_per_s; /* limit on the rate of expert reads; 0: none */
     uint64_t weights_memory;   /* bytes of RAM for the matrices of layers; the others stay in the
