@@ -58,7 +58,7 @@ static cflow_model *open_model(const char *path, const char *memory, const char 
     return model;
 }
 
-static cflow_ctx *open_stream(const cflow_model *model, int tokens, int threads) {
+static cflow_ctx *open_stream(cflow_model *model, int tokens, int threads) {
     static int32_t blocks[MAX_TOKENS / CFLOW_KV_BLOCK];
     const int32_t n_blocks = (tokens + CFLOW_KV_BLOCK - 1) / CFLOW_KV_BLOCK;
     const cflow_ctx_options o = {.n_threads = threads,
