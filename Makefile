@@ -1,4 +1,4 @@
-# Two commands matter: `make serve` and `make test`. Each does all the set-up it needs.
+# `make serve` and `make test` do all the set-up that they need.
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -10,7 +10,7 @@ NATIVE := $(shell find native -type f)
 
 PORT ?= 8000
 MODEL ?=
-# What neither loads a real model nor starts a server or a worker.
+# Tests that neither load a real model nor start a server or a worker.
 FAST := tests/test_layers.py tests/server/test_config.py tests/server/test_meter.py \
 	$(addprefix tests/engine/,base/test_config.py base/test_messages.py \
 	client/test_totals.py client/test_watchdog.py \
@@ -29,7 +29,8 @@ CLIENTS := build/clients
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
 
-# What a target needs that pip cannot install. As the first prerequisite it is named before anything is built.
+# Programs that pip cannot install. They are the first prerequisites, so a missing one is named before
+# anything is built.
 need-%:
 	@command -v $* >/dev/null || { echo "$* is missing; on Debian: apt-get install $(or $(package_$*),$*)" >&2; exit 1; }
 
@@ -45,7 +46,7 @@ $(VENV)/cflow: pyproject.toml $(NATIVE)
 	$(PIP) install -q --editable .
 	@touch $@
 
-# What tests and checks need beside; installing it builds cflow as well.
+# The tools of tests and checks; installing them builds cflow as well.
 $(VENV)/tools: pyproject.toml
 	@echo "Setting up $(VENV) with what tests and checks need: some minutes, once."
 	python3 -m venv $(VENV)

@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # Builds the image without a Docker engine: `docker/build-here.sh [TAG]`, as root on Debian.
-# The base image is made by debootstrap, the Dockerfile is run by buildah; the result is in podman's
-# store. Needs: apt-get install buildah podman debootstrap runc, and qemu-user-static to try the image.
+# debootstrap makes the base image, buildah runs the Dockerfile, and podman's store holds the result. Needs: apt-get install buildah podman debootstrap runc, and qemu-user-static to try the image.
 set -eu
 cd "$(dirname "$0")/.."
 tag=${1:-cflow}
@@ -17,7 +16,7 @@ if ! buildah inspect --type image "$base" >/dev/null 2>&1; then
     tar -C "$root" -c . | podman import - "$base"
 fi
 
-# A machine with a package index or certificates of its own says so in these; the build borrows them.
+# The build uses the machine's own package index and certificates, if these are set.
 lent=()
 for file in /etc/pip.conf /etc/ssl/certs/ca-certificates.crt; do
     if [ -e "$file" ]; then lent+=(--volume "$file:$file:ro"); fi

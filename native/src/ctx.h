@@ -74,7 +74,7 @@ typedef struct {
     atomic_uint phase;      /* the running phase; n_phases: none */
     atomic_uint units_done; /* of the running phase, and the next two */
     uint32_t n_units;
-    atomic_uint grain; /* threads take multiples of so many units */
+    atomic_uint grain; /* units; threads take multiples of it */
     uint64_t began_ns; /* when the running phase began; 0: none runs */
     int cancelled;
 } step;

@@ -126,14 +126,15 @@ class Sampling(Body):
         default=None, description="experts a token uses, at most the model's own number"
     )
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(
-        default=None, description="of the prompt's tokens, with so many of the best; not in streams"
+        default=None,
+        description="log-probabilities of the prompt's tokens, with this many alternatives; not in streams",
     )
     return_token_ids: bool = False
     priority: Annotated[int, Field(ge=-MAX_INT, le=MAX_INT)] = Field(
         default=0, description="smaller goes first; with API keys at least 0"
     )
     timeout_s: Annotated[float, Field(gt=0, le=86400)] | None = Field(
-        default=None, description="after so many seconds the answer ends as it is"
+        default=None, description="seconds after which the answer ends with the text so far"
     )
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None

@@ -1,5 +1,8 @@
-"""Reads of experts and of layers that fail, stop short, lag and hang, under streams: who is not
-concerned gets the bits of a clean run, who is gets an error that names it, and nothing is left."""
+"""Reads of experts and layers that fail, stop short, lag or hang while answers stream.
+
+Requests that do not need the faulty weights get the bits of a clean run, the others an error that names
+the weights, and nothing leaks.
+"""
 
 from __future__ import annotations
 

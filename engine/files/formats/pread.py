@@ -16,7 +16,7 @@ class InputFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            # Without O_NONBLOCK, opening a pipe blocks until somebody writes.
+            # Without O_NONBLOCK, opening a pipe blocks until it has a writer.
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise ModelError(f"cannot open {path}: {error.strerror}") from error

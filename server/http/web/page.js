@@ -209,7 +209,7 @@ function showMetrics(metric) {
     const hits = metric("cflow_expert_cache_hits_total");
     const wanted = hits + metric("cflow_expert_cache_misses_total");
     rows.push(
-      ["Experts found in memory", wanted ? percent(hits / wanted) : "none wanted yet"],
+      ["Experts found in memory", wanted ? percent(hits / wanted) : "none yet"],
       ["with twice the cache", percent(metric("cflow_expert_ghost_hit_ratio:2x"))],
     );
   }
@@ -230,7 +230,7 @@ function showFacts() {
   $("state").className = state === "ready" ? "" : "bad";
   $("model").textContent = model.name;
   document.title = `${model.name} · cflow`;
-  $("text-label").textContent = model.chat ? "Message" : "Text to go on with";
+  $("text-label").textContent = model.chat ? "Message" : "Text to continue";
   $("system-label").hidden = !model.chat;
   const rows = [
     ["Parameters", model.parameters.toLocaleString("en")],

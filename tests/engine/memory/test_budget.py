@@ -37,7 +37,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def shared(path: Path, monkeypatch: pytest.MonkeyPatch) -> Shared:
-    """What a server gets of a machine with so many bytes to give."""
+    """The share of a server on a machine with this much memory available."""
 
     def share(available: int, **settings: Any) -> Share:
         memory = machine.Memory(total=1 << 40, available=available, limited_by="test")
