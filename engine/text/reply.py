@@ -16,7 +16,7 @@ Kind = Literal["reasoning", "content", "call", "arguments", "broken"]
 
 _SPACE = " \t\r\n"
 _STRING = r'("(?:[^"\\]|\\.)*")'
-_MAX_ID = 64  # characters
+_ID = re.compile(r"[a-zA-Z0-9]{0,64}")
 _KEYS = ("name", "arguments", "parameters", "id", "type")
 _FIRST_KEY = re.compile(r"\{\s*" + _STRING)
 _NAME = re.compile(r'\{\s*"name"\s*:\s*' + _STRING)
@@ -168,25 +168,18 @@ class ReplyReader:
         return True
 
     def _read_name(self, parts: list[Part], syntax: CallSyntax) -> bool:
-        """Of a tool, and what stands between it and its arguments; an id that the model gives a call
-        is left out."""
-        head, mark, rest = self._held.partition(syntax.infix)
-        name, id_mark, id = head.partition(syntax.id_mark) if syntax.id_mark else (head, "", "")
-        rest = rest.lstrip(_SPACE)
-        if id_mark and not mark:
-            id = id[: len(id) - _n_begun(id, syntax.infix)]
-        is_id = len(id) <= _MAX_ID and (not id or (id.isascii() and id.isalnum()))
-        is_named = bool(mark) and name in self._tools and is_id
-        behind = (syntax.infix, syntax.id_mark)
-        is_begun = any((tool + b).startswith(self._held) for tool in self._tools for b in behind)
-        is_begun = is_begun or (bool(id_mark) and not mark and name in self._tools and is_id)
-        if is_named and rest.startswith("{"):
-            self._raw += self._held[: len(self._held) - len(rest)]
-            self._held, self._object = rest, _Object(name)
-        elif is_begun or (is_named and not rest):
-            return False
-        else:
+        """Parse a tool's name and what stands between it and the arguments."""
+        head, infix, rest = self._held.partition(syntax.infix)
+        arguments = rest.lstrip(_SPACE)
+        may_be_head = _is_head if infix else _begins_head
+        if not may_be_head(head, syntax, self._tools) or arguments[:1] not in ("", "{"):
             self._end_section(parts)
+            return True
+        if not arguments:
+            return False
+        name, _id = _split_head(head, syntax)
+        self._raw += self._held.removesuffix(arguments)
+        self._held, self._object = arguments, _Object(name)
         return True
 
     def _skip(self, n: int) -> None:
@@ -319,6 +312,28 @@ class _Object:
         if not isinstance(arguments, dict):
             return None
         return name, msgspec.json.encode(arguments).decode()
+
+
+def _split_head(head: str, syntax: CallSyntax) -> tuple[str, str]:
+    """The tool's name and the id that the model gives the call, "" if none."""
+    name, _, id = head.partition(syntax.id_mark) if syntax.id_mark else (head, "", "")
+    return name, id
+
+
+def _is_head(head: str, syntax: CallSyntax, tools: Collection[str]) -> bool:
+    """Whether the text before an infix names a tool."""
+    name, id = _split_head(head, syntax)
+    return name in tools and _ID.fullmatch(id) is not None
+
+
+def _begins_head(text: str, syntax: CallSyntax, tools: Collection[str]) -> bool:
+    """Whether the text may become such a head, followed by the infix."""
+    if any(
+        (name + mark).startswith(text) for name in tools for mark in (syntax.infix, syntax.id_mark)
+    ):
+        return True
+    head = text[: len(text) - _n_begun(text, syntax.infix)]
+    return _is_head(head, syntax, tools)
 
 
 def _decode(text: str) -> Any:
