@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from cflow.engine.base.config import EngineConfig
 from cflow.engine.base.errors import EngineError, ModelError
 from cflow.engine.base.metadata import Metadata, parse_metadata
 from cflow.engine.base.model_header import HeaderError, ModelHeader, decode_header
+from cflow.engine.client.worker_process import describe_exit
 from cflow.engine.text.dialect import Dialect
 from cflow.engine.text.grammar import GrammarChecker
 from cflow.engine.text.template import ChatTemplate
@@ -24,7 +24,7 @@ READER = (sys.executable, "-P", "-m", "cflow.engine.worker.read_header")
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """created: of the file, in seconds since 1970. n_experts, top_k: of a layer."""
+    """Facts of a model. created: of the file, in seconds since 1970. n_experts, top_k: of a layer."""
 
     name: str  # for clients
     path: str
@@ -45,7 +45,10 @@ class ModelCard:
 
 
 def read_card(config: EngineConfig) -> ModelCard:
-    """Raises ModelError if the file cannot be used, EngineError if it does not fit the config."""
+    """Read the card of config.model.
+
+    Raises ModelError if the file cannot be used, EngineError if the config does not fit the model.
+    """
     header = read_header(config.model)
     metadata = header.metadata
     known = parse_metadata(metadata, len(header.token_bytes))
@@ -75,9 +78,7 @@ def read_header(path: str) -> ModelHeader:
     """The header of a model file. Raises EngineError, also if the reading process dies."""
     done = subprocess.run((*READER, path), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
     if done.returncode:
-        how = f"exit status {done.returncode}"
-        if done.returncode < 0:
-            how = signal.Signals(-done.returncode).name
+        how = describe_exit(done.returncode)
         raise ModelError(f"{path}: the process that reads its header died ({how})")
     try:
         message = decode_header(done.stdout)

@@ -1,10 +1,9 @@
-"""An engine on this machine: a model in a worker process, which is replaced if it dies or hangs."""
+"""An engine on this machine: a model in a worker process, restarted when it dies or hangs."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -34,22 +33,25 @@ from cflow.engine.client.card import ModelCard, read_card
 from cflow.engine.client.engine import REFUSALS, GenerateRequest, State, Status, refusal
 from cflow.engine.client.totals import Totals
 from cflow.engine.client.watchdog import Watchdog
-from cflow.engine.client.worker_process import COMMAND, WorkerProcess
+from cflow.engine.client.worker_process import COMMAND, WorkerProcess, describe_exit
 
-TICK_S = 1.0
-FIRST_DELAY_S = 0.5
+TICK_S = 1.0  # between ticks of the watchdog
+FIRST_DELAY_S = 0.5  # before a restart; it doubles each time
 LAST_DELAY_S = 30.0
-LONG_LIFE_S = 30.0  # after a life this long, restart delays start from the first again
-GRACE_S = 2.0
-FAULTS = 3  # requests in a row that failed reading weights, before the engine is failing
-FAULT_S = 30.0  # after the last such request, the engine is not failing any more
+LONG_LIFE_S = 30.0  # a worker that lived this long resets the delay
+GRACE_S = 2.0  # for a worker to exit by itself
+FAULTS = 3  # consecutive requests that failed to read weights before the engine is failing
+FAULT_S = 30.0  # after the last such request until the engine is no longer failing
 
 log = logging.getLogger("cflow.engine")
 
 
 class LocalEngine:
-    """The `Engine` over a worker process: `engine = await LocalEngine.start(config)`, submit, iterate
-    the answers, close(). If the worker dies or hangs, its requests fail and it is replaced."""
+    """The `Engine` in a worker process: `engine = await LocalEngine.start(config)`, submit(), iterate
+    over the answers, close().
+
+    If the worker dies or hangs, its requests fail and a new one is started.
+    """
 
     def __init__(
         self, config: EngineConfig, card: ModelCard, command: Sequence[str] = COMMAND
@@ -57,21 +59,21 @@ class LocalEngine:
         self.config = config
         self.card = card
         self.state: State = "loading"
-        self.ready: Ready | None = None  # of the running worker
-        self.loading: Loading | None = None  # while it loads
+        self.ready: Ready | None = None  # from the current worker, once it is ready
+        self.loading: Loading | None = None  # its progress until then
         self.failure: EngineError | None = None  # why the last worker ended
         self.restarts = 0
         self._command = command
         self._totals = Totals()
-        self._n_faults = 0  # in a row
+        self._n_faults = 0  # consecutive
         self._last_fault = 0.0
         self._outboxes: dict[int, Outbox] = {}
         self._n_requests = 0
         self._worker: WorkerProcess | None = None
         self._watchdog = Watchdog(tick_s=TICK_S, stuck_s=config.stuck_s)
-        self._fatal: EngineError | None = None  # the last message of this worker
+        self._fatal: EngineError | None = None  # the error with which the current worker ended
         self._was_ready = False
-        self._changed = asyncio.Event()  # state or failure
+        self._changed = asyncio.Event()  # set when state or failure changes
         self._supervisor: asyncio.Task[None] | None = None
 
     @classmethod
@@ -88,7 +90,7 @@ class LocalEngine:
         self._supervisor = asyncio.create_task(self._supervise())
 
     async def wait_ready(self) -> Ready:
-        """Facts of the worker once it is ready."""
+        """Wait for the worker; return its facts. Raises EngineError if it cannot start."""
         while self.ready is None:
             if self.failure is not None and not self._was_ready:
                 raise self.failure
@@ -111,12 +113,12 @@ class LocalEngine:
 
     @property
     def stats(self) -> Stats:
-        """Totals of all workers so far, gauges of this one."""
+        """Counters over all workers so far, gauges of the current one."""
         return self._totals.stats
 
     @property
     def queue_depth(self) -> int:
-        """Choices beyond those that can run at once."""
+        """Open choices beyond those that can run at once."""
         return max(0, self._n_answers - self.config.max_sequences)
 
     @property
@@ -130,7 +132,7 @@ class LocalEngine:
 
     @property
     def is_failing(self) -> bool:
-        """Whether requests fail one after the other because weights cannot be read."""
+        """Whether consecutive requests have failed because weights cannot be read."""
         age_s = time.monotonic() - self._last_fault
         return self._n_faults >= FAULTS and age_s < FAULT_S
 
@@ -192,7 +194,7 @@ class LocalEngine:
             self._check_share(request.key, n_answers, n_free)
 
     def _check_share(self, key: str, n_answers: int, n_free: int) -> None:
-        """Raise EngineError if a key would hold more places than it leaves free.
+        """Raise EngineError if a key would hold more places than it leaves to others.
 
         So one key gets at most half of the queue, two a third each, and the rest is free for
         others. The last answer does not count: otherwise the last free place could never be used.
@@ -206,7 +208,7 @@ class LocalEngine:
             )
 
     def _check_prompt(self, prompt: Sequence[int], sampling: SamplingParams) -> None:
-        """Raise EngineError for a prompt that would fail the step of everybody."""
+        """Raise EngineError for a prompt that would make the step fail for all requests."""
         n_tokens = self.card.tokenizer.n_tokens
         named = (*sampling.logit_bias, *sampling.stop_token_ids)
         context = self.ready.max_context if self.ready else self.card.context
@@ -276,14 +278,14 @@ class LocalEngine:
     def _become_ready(self, ready: Ready) -> None:
         self.ready, self.loading, self.failure = ready, None, None
         if self._was_ready:
-            log.info("the worker answers again, loaded in %.1f s", ready.load_s)
+            log.info("the worker is ready again, loaded in %.1f s", ready.load_s)
         self._was_ready = True
         if self.state not in ("draining", "closed"):
             self._set_state("ready")
         for note in ready.notes:
             log.warning("%s", note)
 
-    # ---- the worker's lives ----
+    # ---- starting and watching the worker ----
 
     def _set_state(self, state: State) -> None:
         self.state = state
@@ -300,13 +302,13 @@ class LocalEngine:
             self.restarts += 1
             if time.monotonic() - started > LONG_LIFE_S:
                 delay_s = FIRST_DELAY_S
-            if self._was_ready:  # else wait_ready raises it, and its caller decides
+            if self._was_ready:  # otherwise wait_ready raises it and its caller decides
                 log.error("%s; starting again in %g s", self.failure, delay_s)
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, LAST_DELAY_S)
 
     async def _live_once(self) -> EngineError:
-        """Run one worker from its start to its end; return why it ended."""
+        """Start a worker and watch it until it ends; return why it ended."""
         self._fatal = None
         self._watchdog = Watchdog(tick_s=TICK_S, stuck_s=self.config.stuck_s)
         try:
@@ -323,10 +325,11 @@ class LocalEngine:
         status = await worker.reap(GRACE_S)
         if trouble is not None:
             return EngineError("worker_stuck", f"the worker hung: {trouble}")
-        return self._fatal or EngineError("worker_died", f"the worker ended {_describe(status)}")
+        how = describe_exit(status)
+        return self._fatal or EngineError("worker_died", f"the worker ended ({how})")
 
     async def _watch(self, worker: WorkerProcess) -> str | None:
-        """Wait until the worker is gone (None) or hangs (a description)."""
+        """Wait until the worker ends (returns None) or hangs (returns a description)."""
         while True:
             try:
                 async with asyncio.timeout(TICK_S):
@@ -373,8 +376,3 @@ class LocalEngine:
         if self.card.template is not None:
             self.card.template.close()
         self.card.grammars.close()
-
-
-def _describe(status: int) -> str:
-    """An exit status in words."""
-    return f"with status {status}" if status >= 0 else f"by {signal.Signals(-status).name}"

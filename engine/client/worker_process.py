@@ -1,9 +1,10 @@
-"""The front end's end of the socket pair, and the process behind it."""
+"""A worker process, and the front end's end of its socket."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import socket
 import subprocess
 import sys
@@ -17,8 +18,11 @@ Receive = Callable[[Up], None]
 
 
 class WorkerProcess(asyncio.Protocol):
-    """A running worker. Its messages go to `receive`; `ended` is set once it has closed its end,
-    which death of any kind does at once."""
+    """A running worker.
+
+    Its messages are passed to `receive`. `ended` is set when its end of the socket is closed, which
+    happens at once however the process ends.
+    """
 
     def __init__(self, receive: Receive) -> None:
         self.ended = asyncio.Event()
@@ -29,8 +33,10 @@ class WorkerProcess(asyncio.Protocol):
 
     @classmethod
     async def spawn(cls, command: Sequence[str], receive: Receive) -> WorkerProcess:
-        """command: takes the number of its socket as last argument. OSError if there is no process
-        to be had."""
+        """Start a worker. command: gets the descriptor of its socket as an additional last argument.
+
+        Raises OSError if the process cannot be started.
+        """
         ours, theirs = socket.socketpair()
         self = cls(receive)
         try:
@@ -55,7 +61,7 @@ class WorkerProcess(asyncio.Protocol):
         return self._process.pid
 
     def send(self, message: Down) -> None:
-        """Lost if the worker is gone; `ended` tells."""
+        """Send a message. It is lost if the worker has ended."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(encode_frame(message))
 
@@ -65,7 +71,10 @@ class WorkerProcess(asyncio.Protocol):
                 self._process.kill()
 
     async def reap(self, grace_s: float) -> int:
-        """Hangs up, waits, kills after grace_s: the exit status, negative for a signal."""
+        """Close the socket, wait for the process to end, and kill it after grace_s seconds.
+
+        Returns its exit status, negative for a signal.
+        """
         assert self._process is not None
         if self._transport is not None:
             self._transport.close()
@@ -76,12 +85,12 @@ class WorkerProcess(asyncio.Protocol):
             self.kill()
             return await self._process.wait()
         finally:
-            self.kill()  # also when nobody waits any more
+            self.kill()  # if this task was cancelled
 
     # ---- asyncio.Protocol ----
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's transports are not asyncio.Transport by inheritance.
+        # uvloop's transports do not inherit from asyncio.Transport.
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
@@ -90,3 +99,13 @@ class WorkerProcess(asyncio.Protocol):
 
     def connection_lost(self, _error: Exception | None) -> None:
         self.ended.set()
+
+
+def describe_exit(status: int) -> str:
+    """An exit status of a process in words, as "exit status 3" or "SIGSEGV"."""
+    if status >= 0:
+        return f"exit status {status}"
+    try:
+        return signal.Signals(-status).name
+    except ValueError:  # real-time signals have no name
+        return f"signal {-status}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 
@@ -46,11 +47,12 @@ def test_a_file_that_is_no_model(n_bytes: int, tmp_path: Path) -> None:
         read_header(str(path))
 
 
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGSEGV, "SIGSEGV"), (40, "signal 40")])
 def test_a_reader_that_crashes_is_an_error_that_names_the_file(
-    monkeypatch: pytest.MonkeyPatch,
+    number: int, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    say(monkeypatch, "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
-    with pytest.raises(ModelError, match=r"^evil\.cflow: .* died \(SIGSEGV\)$"):
+    say(monkeypatch, f"import os; os.kill(os.getpid(), {int(number)})")
+    with pytest.raises(ModelError, match=rf"^evil\.cflow: .* died \({name}\)$"):
         read_header("evil.cflow")
 
 
