@@ -1,0 +1,18 @@
+"""What turns requests into tokens and tokens into answers.
+
+The front end and the worker both need this room: one renders prompts and reads calls out of answers,
+the other streams text and applies grammars. Templates and grammars come from strangers, so they run in
+jails. Nothing here runs a model. Imports: base.
+
+    tokenizer        text to token ids and back
+    detokenizer      token ids to text, one at a time
+    template         chat messages to a prompt
+    renderer         the jail in which templates run
+    infill           a prompt to fill the middle of a text
+    dialect          how a model writes calls and reasoning; a grammar of whole answers
+    tagged_call      the calls that Qwen3-Coder writes: parser and grammar
+    reply            an answer's text to reasoning, content and calls
+    grammar          grammars, made from a request and compiled
+    grammar_checker  the jail in which grammars are tried
+    jail             processes with limits on time and memory
+"""
