@@ -1,4 +1,4 @@
-"""The answer to one prompt: an iterator that ends, or raises, exactly once."""
+"""The answer to one prompt, from messages of the worker to an iterator."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from cflow.engine.base.messages import Delta, Progress
 
 
 class Outbox:
-    """Events of an answer that have arrived and were not read; at most max_tokens for each choice."""
+    """Events of an answer that have arrived and are not read yet, at most max_tokens of each choice."""
 
     __slots__ = ("_events", "_waiter", "error", "key", "n_ahead", "n_open")
 
     def __init__(self, n_choices: int, key: str = "") -> None:
-        self.key = key  # of the API key that it belongs to
-        self.n_open = n_choices  # choices that have not finished
+        self.key = key  # whose request it is, for fair sharing
+        self.n_open = n_choices  # choices that are not finished
         self.error: EngineError | None = None
-        self.n_ahead: int | None = None  # in the queue
+        self.n_ahead: int | None = None  # requests that run before this one, None if not known
         self._events: deque[Delta | Progress] = deque()
         self._waiter: asyncio.Future[None] | None = None
 
@@ -42,8 +42,10 @@ class Outbox:
             self._waiter.set_result(None)
 
     async def get(self) -> Delta | Progress:
-        """The next event. After the last one, raises EngineError if the request failed, else
-        StopAsyncIteration."""
+        """Wait for the next event.
+
+        After the last one, raises EngineError if the request failed, else StopAsyncIteration.
+        """
         while not self._events:
             if self.error is not None:
                 raise self.error
@@ -58,7 +60,7 @@ class Outbox:
 
 
 class LocalAnswer:
-    """An `Answer` from the worker of this machine. Cancels itself when nobody holds it any more."""
+    """An `Answer` from a worker process. Cancels itself when it is garbage-collected."""
 
     def __init__(self, request_id: int, outbox: Outbox, cancel: Callable[[int], None]) -> None:
         self.request_id = request_id

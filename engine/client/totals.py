@@ -1,4 +1,4 @@
-"""Counters that never fall, though the worker that counts them may be replaced."""
+"""Counters that never fall, even when the worker that counts is replaced."""
 
 from __future__ import annotations
 
@@ -15,22 +15,24 @@ DISK_GAUGES = ("n_resident", "n_loading", "n_overdue")
 
 
 class Totals:
-    """stats: gauges of this worker, totals over all of them."""
+    """Statistics of an engine. stats: gauges of the current worker, counters over all workers."""
 
     def __init__(self) -> None:
         self.stats = Stats()
-        self._before = Stats()  # totals of the workers that are gone
+        self._before = Stats()  # counters of the workers that have ended
 
     def update(self, stats: Stats) -> None:
+        """Take over the statistics that the current worker reports."""
         self.stats = _sum(self._before, stats)
 
     def end_worker(self) -> None:
+        """Keep the counters of a worker that has ended, and set its gauges to 0."""
         disk = {k: replace(s, **dict.fromkeys(DISK_GAUGES, 0)) for k, s in self.stats.disk.items()}
         self._before = self.stats = replace(self.stats, disk=disk, **dict.fromkeys(GAUGES, 0))
 
 
 def _sum(a: Any, b: Any) -> Any:
-    """Of numbers, of tuples, structs and dicts number by number; what is missing counts as nothing."""
+    """The sum of two numbers, tuples, structs or dicts, by element; a missing element counts as 0."""
     if a is None or b is None:
         return b if a is None else a
     if isinstance(a, dict):

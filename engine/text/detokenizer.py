@@ -11,17 +11,20 @@ _new_decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class Detokenizer:
-    """Joined pieces equal the answer's bytes decoded at once with errors="replace": bytes of an
-    unfinished code point wait for the next token, bytes that can never become one are U+FFFD."""
+    """Decoder of one answer's tokens.
+
+    The pieces, joined, equal the answer's bytes decoded at once with errors="replace": bytes of an
+    incomplete code point are held until the next token, invalid bytes become U+FFFD.
+    """
 
     def __init__(self, token_bytes: TokenBytes, shown: Collection[int] = ()) -> None:
-        """shown: special tokens that are text all the same."""
+        """shown: special tokens whose text is part of the answer."""
         self._table = token_bytes
         self._shown = shown
         self._decoder = _new_decoder("replace")
 
     def push(self, token: int, *, show_special: bool = False) -> str:
-        """The text that is complete now. Special tokens and ids without text give none."""
+        """The text that this token completes; "" for other special tokens and ids without text."""
         table = self._table
         if token >= len(table):
             return ""
@@ -30,5 +33,5 @@ class Detokenizer:
         return self._decoder.decode(table[token])
 
     def flush(self) -> str:
-        """What is still held: U+FFFD for an unfinished code point."""
+        """The end of the text: U+FFFD if a code point is incomplete, else ""."""
         return self._decoder.decode(b"", final=True)

@@ -1,4 +1,4 @@
-"""How a model writes tool calls and its reasoning, as its chat template shows."""
+"""How a model writes tool calls and reasoning, as its chat template shows."""
 
 from __future__ import annotations
 
@@ -13,23 +13,35 @@ from cflow.engine.text.tokenizer import Tokenizer
 
 THINK, THOUGHT = "<think>", "</think>"
 
-Thinking = Literal["no", "maybe", "begun", "within"]  # when an answer begins; within: mid-sentence
+# Whether an answer starts with reasoning. maybe: if the model writes THINK; begun: the prompt ends
+# with THINK; within: the prompt ends in the middle of the reasoning.
+Thinking = Literal["no", "maybe", "begun", "within"]
 
 
 @dataclass(frozen=True, slots=True)
 class CallSyntax:
-    """A call is {"name": ..., key: {...}}; where there is an infix, it is name infix {...} instead, or
-    where there is an id_mark name id_mark id infix {...}; and where is_tagged, as tagged_call.py has
-    it. single, several: how calls are written, in Lark over the rules open, close, infix and call."""
+    """How a model writes calls.
+
+    The first of these fields that is set gives the form of a call:
+
+        is_tagged    what tagged_call.py describes
+        id_mark      NAME id_mark ID infix ARGUMENTS
+        infix        NAME infix ARGUMENTS
+        key          {"name": NAME, key: ARGUMENTS}
+
+    single, several: an answer of one call, and one where more are allowed, in Lark over the rules
+    open, close, infix and call.
+    id_length: characters of a call's id.
+    """
 
     key: str
     open: str
     close: str = ""
     infix: str = ""
     id_mark: str = ""
-    filling: str = ""  # characters that may stand between calls, besides white space
+    filling: str = ""  # characters allowed between calls, besides white space
     is_tagged: bool = False
-    is_bare: bool = False  # an answer may be a call without `open`
+    is_bare: bool = False  # at the start of an answer, a call needs no `open`
     single: str = "call"
     several: str = "call"
     id_length: int = 24
@@ -50,7 +62,7 @@ MISTRAL = CallSyntax(
     filling="[,]",
     single='open "[" call "]"',
     several='open "[" call (", " call)* "]"',
-    id_length=9,  # its templates accept no other
+    id_length=9,  # the only length that its templates accept
 )
 MISTRAL_NAMED = CallSyntax(
     "",
@@ -61,12 +73,15 @@ MISTRAL_NAMED = CallSyntax(
     id_length=9,
 )
 MISTRAL_IDS = replace(MISTRAL_NAMED, id_mark="[CALL_ID]")
-OTHER = "<arg_key>"  # a way that is not known here
+OTHER = "<arg_key>"  # shows a syntax that is not supported
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """calls: None if the template takes no tools, or has calls written in a way not known here."""
+    """What a model writes besides content.
+
+    calls: None if the template takes no tools, or has its calls in a syntax that is not supported.
+    """
 
     calls: CallSyntax | None = None
     thinks: bool = False
@@ -76,7 +91,10 @@ class Dialect:
         return cls(_syntax(template), THOUGHT in template)
 
     def thinking(self, prompt: str, begun: str = "") -> Thinking:
-        """prompt: the rendered conversation. begun: the end of it that the answer goes on with."""
+        """Whether an answer to this prompt starts with reasoning.
+
+        prompt: the rendered conversation. begun: the start of the answer, if the prompt ends with it.
+        """
         end, begun = prompt.rstrip(), begun.strip()
         if begun.startswith(THINK) and THOUGHT not in begun:
             return "within" if self.thinks else "no"
@@ -85,7 +103,7 @@ class Dialect:
         return "begun" if end.endswith(THINK) else "maybe"
 
     def special_ids(self, tokenizer: Tokenizer) -> dict[str, int]:
-        """Of the marks, those that are special tokens of this model."""
+        """The ids of those marks that are special tokens of this model."""
         marks = [THINK, THOUGHT] if self.thinks else []
         if self.calls is not None:
             calls = self.calls
@@ -114,13 +132,16 @@ def _syntax(template: str) -> CallSyntax | None:
     return LLAMA if is_llama else None
 
 
-# ---- what an answer must look like ----
+# ---- grammars of answers ----
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """body: the grammar of what is not a call, if calls need not be; tools: name -> schema of the
-    arguments, of those that may be called."""
+    """What an answer must look like.
+
+    body: grammar of an answer that is not a call, None if a call is required. tools: schemas of the
+    arguments of the tools that may be called, by name. is_parallel: more than one call is allowed.
+    """
 
     body: str | None
     tools: Mapping[str, Any]
@@ -129,7 +150,7 @@ class Form:
 
 
 def grammar_of(form: Form, dialect: Dialect, special: Mapping[str, int]) -> str:
-    """Reasoning where the model does that, then calls or the body."""
+    """A grammar: reasoning if the model writes any, then calls or the body."""
     parts: dict[str, str] = {}
     ways, rules = [], []
     if form.body is not None:

@@ -1,4 +1,4 @@
-"""Filling the middle: the tokens that models trained for it have, and the prompt made of them."""
+"""Fill-in-the-middle: its special tokens, by model family, and a prompt made with them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from cflow.engine.text.tokenizer import Tokenizer
 
-# Before the prefix, before the suffix, before the middle, as tokenizers of these models spell them.
+# The tokens before prefix, suffix and middle, as the tokenizers of these models spell them.
 NAMES = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen2.5-Coder, CodeGemma
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite
@@ -18,7 +18,7 @@ NAMES = (
         "<\uff5cfim▁end\uff5c>",
     ),  # DeepSeek-Coder
 )
-# What such a model says where the middle is complete, besides its end of text.
+# Tokens that such a model generates at the end of the middle, besides its end-of-text tokens.
 END_NAMES = (
     "<|fim_pad|>", "<|file_sep|>", "<|repo_name|>", "<|file_separator|>", "<fim_pad>",
     "<file_sep>", "▁<EOT>",
@@ -27,7 +27,7 @@ END_NAMES = (
 
 @dataclass(frozen=True, slots=True)
 class Infill:
-    """Token ids. ends: those that end a middle."""
+    """Ids of a model's tokens for fill-in-the-middle. ends: tokens that end the middle."""
 
     prefix: int
     suffix: int
@@ -35,12 +35,12 @@ class Infill:
     ends: tuple[int, ...]
 
     def prompt(self, before: Sequence[int], after: Sequence[int]) -> tuple[int, ...]:
-        """What a model continues with what stands between two texts."""
+        """A prompt that the model continues with the text between `before` and `after`."""
         return (self.prefix, *before, self.suffix, *after, self.middle)
 
 
 def find_infill(tokenizer: Tokenizer) -> Infill | None:
-    """None if the model has no such tokens."""
+    """The tokens of this model; None if it has none for fill-in-the-middle."""
     for names in NAMES:
         prefix, suffix, middle = (_find(tokenizer, name) for name in names)
         if prefix is not None and suffix is not None and middle is not None:
@@ -50,12 +50,12 @@ def find_infill(tokenizer: Tokenizer) -> Infill | None:
 
 
 def _find(tokenizer: Tokenizer, name: str) -> int | None:
-    """The token that a name alone becomes. One for all that is unknown does not spell it."""
+    """The id of the token spelled `name`; None if there is none, even if it encodes to an unknown token."""
     ids = tokenizer.encode(name, add_bos=False)
     spelled = tokenizer.token_bytes(ids[0]).decode(errors="replace") if len(ids) == 1 else ""
     return ids[0] if _plain(spelled) == _plain(name) else None
 
 
 def _plain(name: str) -> str:
-    """The mark that tokenizers write for a space is one in the text."""
+    """A name without spaces at its ends, where a tokenizer's mark for a space counts as one."""
     return name.replace("\u2581", " ").strip()

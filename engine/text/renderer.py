@@ -1,7 +1,7 @@
 """The process that renders chat templates: `python -m cflow.engine.text.renderer`.
 
-A template comes with the model file and is a program: it runs in jinja2's immutable sandbox, and
-that in a jail. The first frame is the template's source; a job is its variables, in msgpack.
+A template comes with the model file and is a program, so it runs in jinja2's immutable sandbox, inside
+a jail. The first frame is the template's source, a job its variables in msgpack, an answer a Result.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Result(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Generation(jinja2.ext.Extension):
-    """{% generation %} marks what a training loss counts; here only its content matters."""
+    """The tag {% generation %}, which marks what a training loss counts. Its content is rendered."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
 
@@ -39,7 +39,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 def environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    """As transformers' apply_chat_template sets it up."""
+    """An environment set up like that of transformers' apply_chat_template."""
     env = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -58,7 +58,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Without jinja2's HTML escapes."""
+    """The filter tojson, without jinja2's HTML escapes."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,
@@ -92,11 +92,11 @@ class Renderer:
         except jinja2.TemplateSyntaxError as error:
             return Result("", f"line {error.lineno}: {error.message}")
         except MemoryError:
-            return Result("", "it takes too much memory")
-        except Exception as error:  # whatever a template does
+            return Result("", "rendering takes too much memory")
+        except Exception as error:  # a template can raise anything
             return Result("", f"{error}"[:500] or type(error).__name__)
         if len(text) > MAX_OUTPUT_CHARS:
-            return Result("", f"its output has {len(text)} characters, at most {MAX_OUTPUT_CHARS}")
+            return Result("", f"its output has {len(text)} characters, above {MAX_OUTPUT_CHARS}")
         return Result(text)
 
 

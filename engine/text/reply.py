@@ -1,4 +1,4 @@
-"""An answer's text taken apart as it comes: reasoning, content, tool calls."""
+"""Streaming parser of an answer's text: reasoning, content and tool calls."""
 
 from __future__ import annotations
 
@@ -24,8 +24,12 @@ _HEAD = re.compile(_NAME.pattern + r'\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=
 
 
 class Part(NamedTuple):
-    """text: of a call its name, of arguments a piece of their JSON; broken: call number `call`, begun
-    before, is none, and this is all its text."""
+    """A piece of an answer.
+
+    text: for "call" the tool's name, for "arguments" a piece of their JSON. call: the number of the
+    call, -1 for reasoning and content. A "broken" part withdraws a call that was given out before
+    and turned out to be malformed; its text is the whole call as the model wrote it.
+    """
 
     kind: Kind
     text: str
@@ -33,9 +37,12 @@ class Part(NamedTuple):
 
 
 class ReplyReader:
-    """Pieces may be cut anywhere. What only looks like a call is content, and nothing is lost but
-    white space beside calls and reasoning. A call is certain, and given out, once its name is a
-    tool's and its arguments have begun; what follows may still show that it is broken."""
+    """Parser of one answer, whose text may be cut anywhere.
+
+    A call is given out once its name is a tool's and its arguments have begun; later text may still
+    show that it is broken. Text that only resembles a call is content. White space next to calls and
+    reasoning is dropped.
+    """
 
     def __init__(
         self,
@@ -44,22 +51,23 @@ class ReplyReader:
         thinking: Thinking,
         max_calls: int | None = None,
     ) -> None:
-        """tools: schemas of their arguments, by name. max_calls: those beyond are dropped."""
+        """tools: schemas of the arguments, by tool name. max_calls: further calls are dropped."""
         self._syntax = syntax if tools else None
         self._tools = tools
         self._max_calls = max_calls
         self.n_calls = 0
         self.is_thinking = thinking in ("begun", "within")
         self._may_think = thinking == "maybe"
-        self._held = ""  # what was not read yet
-        self._is_trimming = thinking == "begun"  # white space comes next that does not count
-        self._is_first = True  # nothing but reasoning was read
-        self._in_section = False  # of calls
-        self._raw = ""  # the section so far, since its last call
+        self._held = ""  # received and not parsed yet
+        self._is_trimming = thinking == "begun"  # white space that comes next is dropped
+        self._is_first = True  # nothing but reasoning so far
+        self._in_section = False  # a section of calls
+        self._raw = ""  # text of the section since its last call
         self._is_after_call = False
         self._object: _Object | TaggedCall | None = None
 
     def push(self, text: str) -> list[Part]:
+        """Parse more text; return the parts that are certain now."""
         self._held += text
         parts: list[Part] = []
         while self._held and self._advance(parts):
@@ -67,7 +75,7 @@ class ReplyReader:
         return _merged(parts)
 
     def flush(self) -> list[Part]:
-        """What is left, once no more can come."""
+        """Return the remaining parts, at the end of the answer."""
         parts: list[Part] = []
         if self._object is not None:
             self._end_object(parts)
@@ -80,7 +88,7 @@ class ReplyReader:
         self._held = ""
         return _merged(parts)
 
-    # ---- each takes something from the front of what is held; False: it needs more ----
+    # ---- each method parses the front of _held; it returns False if it needs more text ----
 
     def _advance(self, parts: list[Part]) -> bool:
         if self._is_trimming:
@@ -133,8 +141,10 @@ class ReplyReader:
         return True
 
     def _give_until(self, mark: str, kind: Kind, parts: list[Part]) -> bool:
-        """Gives out what comes before a mark, without the white space at its end. Whether the mark
-        comes next."""
+        """Give out the text before a mark, without trailing white space.
+
+        Returns whether the mark is the next text besides white space.
+        """
         at = self._held.find(mark)
         end = at if at >= 0 else len(self._held) - _n_begun(self._held, mark)
         text = self._held[:end].rstrip(_SPACE)
@@ -145,7 +155,7 @@ class ReplyReader:
         return at >= 0
 
     def _read_section(self, parts: list[Part]) -> bool:
-        """Between calls."""
+        """Parse what stands between calls."""
         syntax = self._syntax
         assert syntax is not None
         if self._held.startswith(syntax.open):
@@ -168,7 +178,7 @@ class ReplyReader:
         return True
 
     def _read_name(self, parts: list[Part], syntax: CallSyntax) -> bool:
-        """Parse a tool's name and what stands between it and the arguments."""
+        """Parse a call's head: the tool's name, perhaps an id, and the infix."""
         head, infix, rest = self._held.partition(syntax.infix)
         arguments = rest.lstrip(_SPACE)
         may_be_head = _is_head if infix else _begins_head
@@ -183,13 +193,13 @@ class ReplyReader:
         return True
 
     def _skip(self, n: int) -> None:
-        """What stands behind a call belongs to it."""
+        """Consume n characters: they may be content, unless they follow a call."""
         if not self._is_after_call:
             self._raw += self._held[:n]
         self._held = self._held[n:]
 
     def _end_section(self, parts: list[Part]) -> None:
-        """Without a call it was content."""
+        """Leave the section; its text since the last call is content."""
         if self._raw:
             parts.append(Part("content", self._raw))
         self._raw, self._in_section = "", False
@@ -206,7 +216,7 @@ class ReplyReader:
         return False
 
     def _end_object(self, parts: list[Part]) -> None:
-        """All of it was seen, or enough."""
+        """Leave an object that is complete, is cut off, or cannot be a call."""
         found, self._object = self._object, None
         assert found is not None
         call = found.call(self._tools)
@@ -231,10 +241,10 @@ class ReplyReader:
 
 
 class _Object:
-    """A JSON object that comes in pieces, and may be a call."""
+    """A JSON object that arrives in pieces and may be a call."""
 
     def __init__(self, name: str = "") -> None:
-        """name: of the tool whose arguments it is."""
+        """name: the tool whose arguments the object is; "" if the object is to be the whole call."""
         self._name = name
         self.text = ""
         self.is_over = False
@@ -242,11 +252,11 @@ class _Object:
         self._depth = 0
         self._in_string = False
         self._is_escaped = False
-        self._ends: list[int] = []  # of what may be arguments: itself, or its objects and arrays
-        self._first = self._sent = 0  # where the arguments begin; how far they were given out
+        self._ends: list[int] = []  # of what may be the arguments: this object, or a member of it
+        self._first = self._sent = 0  # offsets: start of the arguments, start of their next piece
 
     def take(self, text: str) -> str:
-        """What follows it."""
+        """Consume text; return what follows the object."""
         for i, char in enumerate(text, 1):
             if self._is_escaped:
                 self._is_escaped = False
@@ -269,7 +279,7 @@ class _Object:
         return ""
 
     def begin_call(self, tools: Collection[str]) -> str | None:
-        """The tool's name, once it is certain that it is called."""
+        """The tool's name, once the object is certain to be a call."""
         if self._name:
             self.is_certain = True
             return self._name
@@ -281,7 +291,7 @@ class _Object:
         return name
 
     def is_no_call(self, tools: Collection[str]) -> bool:
-        """Seen early, so that JSON which is an answer is not held back."""
+        """Whether this cannot be a call: decided early, so that an answer in JSON is not held back."""
         inside = self.text[1:].lstrip(_SPACE)
         key, name = _FIRST_KEY.match(self.text), _NAME.match(self.text)
         return not self._name and (
@@ -291,7 +301,7 @@ class _Object:
         )
 
     def arguments(self) -> str:
-        """A further piece of them."""
+        """The next piece of the arguments."""
         if not self.is_certain:
             return ""
         end = next((end for end in self._ends if end > self._first), len(self.text))
@@ -299,7 +309,7 @@ class _Object:
         return piece
 
     def call(self, tools: Collection[str]) -> tuple[str, str] | None:
-        """Name and arguments, if it is whole and a call."""
+        """Name and arguments, in JSON, if the object is a complete and valid call."""
         found = _decode(self.text)
         if self._name:
             found = {"name": self._name, "arguments": found}
@@ -315,19 +325,19 @@ class _Object:
 
 
 def _split_head(head: str, syntax: CallSyntax) -> tuple[str, str]:
-    """The tool's name and the id that the model gives the call, "" if none."""
+    """A head without its infix, as name and id; the id is "" if there is none."""
     name, _, id = head.partition(syntax.id_mark) if syntax.id_mark else (head, "", "")
     return name, id
 
 
 def _is_head(head: str, syntax: CallSyntax, tools: Collection[str]) -> bool:
-    """Whether the text before an infix names a tool."""
+    """Whether a head without its infix names a tool."""
     name, id = _split_head(head, syntax)
     return name in tools and _ID.fullmatch(id) is not None
 
 
 def _begins_head(text: str, syntax: CallSyntax, tools: Collection[str]) -> bool:
-    """Whether the text may become such a head, followed by the infix."""
+    """Whether more text may complete this to a head that names a tool."""
     if any(
         (name + mark).startswith(text) for name in tools for mark in (syntax.infix, syntax.id_mark)
     ):
@@ -349,7 +359,7 @@ def _unquote(text: str) -> str | None:
 
 
 def _n_begun(text: str, mark: str) -> int:
-    """The longest end of text that may become the mark."""
+    """Length of the longest suffix of text that more text may complete to the mark."""
     return next(
         n
         for n in range(min(len(mark) - 1, len(text)), -1, -1)
@@ -358,7 +368,7 @@ def _n_begun(text: str, mark: str) -> int:
 
 
 def _merged(parts: list[Part]) -> list[Part]:
-    """Neighbours of a kind as one."""
+    """The parts, with neighbours of one kind and call joined."""
     return [
         Part(kind, "".join(part.text for part in group), call)
         for (kind, call), group in groupby(parts, key=lambda part: (part.kind, part.call))

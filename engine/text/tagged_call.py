@@ -1,5 +1,8 @@
-"""Calls in tags, as Qwen3-Coder writes them: <function=NAME>, and for each argument a <parameter=KEY>
-with its value as it is. Read as JSON arguments; and the grammar that has a model write one."""
+"""Calls in tags, as Qwen3-Coder writes them: a parser, and a grammar.
+
+A call is <function=NAME>, for each argument <parameter=KEY>VALUE</parameter>, and </function>. Values
+are plain text; the parser turns them into JSON by the types in the tool's schema.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +17,21 @@ from cflow.engine.text.grammar import GrammarError, from_json_schema
 
 FUNCTION, PARAMETER = "<function=", "<parameter="
 _END, _VALUE_END = "</function>", "</parameter>"
-_AFTER = f"\n{_VALUE_END}\n"  # a value
+_AFTER_VALUE = f"\n{_VALUE_END}\n"
 _ANY = r"(.|\n)*"
-_END_ANCHOR = re.compile(r"(?<!\\)(?:\\\\)*(\$)\Z")  # not an escaped one
+_END_ANCHOR = re.compile(r"(?<!\\)(?:\\\\)*(\$)\Z")  # a $ at the end that is not escaped
 _BOUNDS = {"enum", "const", "pattern", "format", "minLength", "maxLength"}
-_NAMES = {"True": "true", "False": "false", "None": "null"}  # as Python has them, and models then
+_NAMES = {"True": "true", "False": "false", "None": "null"}  # models write both
 
 
 class TaggedCall:
-    """One that comes in pieces, and may be none; what an _Object of reply.py is to JSON."""
+    """A tagged call that arrives in pieces and may turn out to be none.
+
+    It has the methods of _Object in reply.py, which reads calls in JSON.
+    """
 
     def __init__(self, tools: Mapping[str, Any]) -> None:
-        """tools: schemas of their arguments, by name."""
+        """tools: schemas of the arguments, by tool name."""
         self.text = ""
         self.is_over = self.is_certain = False
         self._tools = tools
@@ -33,12 +39,12 @@ class TaggedCall:
         self._name: str | None = None
         self._key: str | None = None  # of the value that is being read
         self._keys: set[str] = set()
-        self._at = self._searched = 0  # how far the text was read, and looked through for its end
+        self._at = self._searched = 0  # offsets: parsed up to, searched for _VALUE_END up to
         self._json = ""
-        self._n_given = 0  # characters of that
+        self._n_given = 0  # characters of _json that were given out
 
     def take(self, text: str) -> str:
-        """What follows it."""
+        """Consume text; return what follows the call."""
         self.text += text
         while not (self.is_over or self._is_wrong) and self._read():
             pass
@@ -48,7 +54,7 @@ class TaggedCall:
         return rest
 
     def begin_call(self, tools: object) -> str | None:
-        """The tool's name, once it is certain that it is called."""
+        """The tool's name, once the text is certain to be a call."""
         self.is_certain = bool(self._keys) or self._key is not None or self.is_over
         return self._name if self.is_certain else None
 
@@ -56,15 +62,15 @@ class TaggedCall:
         return self._is_wrong
 
     def arguments(self) -> str:
-        """A further piece of them, in JSON."""
+        """The next piece of the arguments, in JSON."""
         piece, self._n_given = self._json[self._n_given :], len(self._json)
         return piece
 
     def call(self, tools: object) -> tuple[str, str] | None:
-        """Name and arguments, if it is whole."""
+        """Name and arguments, in JSON, if the call is complete."""
         return (self._name, self._json) if self._name and self.is_over else None
 
-    # ---- each takes something from the text; False: it needs more, or is none ----
+    # ---- each method parses the text from _at on; it returns False if it needs more, or at the end ----
 
     def _read(self) -> bool:
         return self._read_tag() if self._key is None else self._read_value()
@@ -112,7 +118,7 @@ class TaggedCall:
 
 
 def _as_json(value: str, kinds: frozenset[str]) -> str:
-    """Text where it may be one, else JSON if it is some."""
+    """A value in JSON: a string if the schema allows one or the value is no JSON, else unchanged."""
     if "string" in kinds and not (value == "null" and "null" in kinds):
         return _quote(value)
     value = _NAMES.get(value, value)
@@ -124,7 +130,7 @@ def _as_json(value: str, kinds: frozenset[str]) -> str:
 
 
 def _kinds(schema: Any) -> frozenset[str]:
-    """The types of JSON that a value may have, where the schema says it."""
+    """The JSON types that a schema allows; empty if the schema names none."""
     if not isinstance(schema, dict):
         return frozenset()
     named = schema.get("type")
@@ -144,19 +150,22 @@ def _list(schema: Mapping[str, Any], key: str) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-# ---- what a model must write ----
+# ---- the grammar ----
 
 
 def rules_of(
     tool: str, name: str, schema: Mapping[str, Any], parts: dict[str, str]
 ) -> tuple[str, list[str]]:
-    """A call in Lark, and the rules it refers to, all named `tool`_...; parts gets the grammars of
-    values that are JSON. Arguments come in the schema's order."""
+    """A call in Lark, and the rules that it refers to, whose names begin with `tool`.
+
+    Grammars of values in JSON are added to parts. Arguments come in the schema's order. Raises
+    GrammarError for a schema that cannot be followed.
+    """
     call, rules = [_quote(f"{FUNCTION}{name}>\n")], []
     definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     properties = schema.get("properties", {})
     if not isinstance(properties, dict):
-        raise GrammarError("properties is no object")
+        raise GrammarError("properties must be an object")
     for i, (key, value) in enumerate(properties.items()):
         rule = f"{tool}_{i}"
         if "string" in _kinds(value):
@@ -165,14 +174,14 @@ def rules_of(
             parts[f"{rule}_value"] = from_json_schema(
                 value | definitions if isinstance(value, dict) else value
             )
-            rules.append(f"{rule}: @{rule}_value {_quote(_AFTER)}")
+            rules.append(f"{rule}: @{rule}_value {_quote(_AFTER_VALUE)}")
         one = _quote(f"{PARAMETER}{key}>\n") + f" {rule}"
         call.append(one if key in _list(schema, "required") else f"({one})?")
     return " ".join([*call, _quote(_END)]), rules
 
 
 def _text(schema: Mapping[str, Any]) -> str:
-    """A regular expression for a text that fits; what ends it comes behind."""
+    """A regular expression for the strings that a schema allows, without the tag that ends them."""
     alternatives = [*_list(schema, "anyOf"), *_list(schema, "oneOf")]
     is_bounded = bool(schema.keys() & {"minLength", "maxLength"})
     if (
@@ -181,7 +190,8 @@ def _text(schema: Mapping[str, Any]) -> str:
         or any(isinstance(one, dict) and one.keys() & _BOUNDS for one in alternatives)
     ):
         raise GrammarError(
-            "of a text in tags, only one of enum, pattern and its length is followed"
+            "for this model, a string parameter can have only one of enum, const, pattern and length "
+            "limits, no format, and none of these within anyOf or oneOf"
         )
     if values := _values(schema):
         texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
@@ -195,12 +205,12 @@ def _text(schema: Mapping[str, Any]) -> str:
     if least is most is None:
         return _ANY
     if not all(isinstance(bound, int | None) for bound in (least, most)):
-        raise GrammarError("minLength and maxLength are whole numbers")
+        raise GrammarError("minLength and maxLength must be integers")
     return rf"(.|\n){{{least or 0},{'' if most is None else most}}}"
 
 
 def _in_slashes(pattern: str) -> str:
-    """As it stands between slashes in Lark."""
+    """A pattern, escaped for the slashes around it in Lark."""
     escaped = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", pattern, flags=re.DOTALL)
     return escaped.replace("\n", r"\n")
 

@@ -1,4 +1,4 @@
-"""Chat messages to a prompt, through the model's own template."""
+"""Chat messages to a prompt, with the model's own template."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from cflow.engine.text.renderer import TIME_S, Result
 
 
 class ChatTemplate:
-    """Renders in a process of its own (renderer.py). Any thread may call render; one at a time gets
-    through."""
+    """A model's chat template, rendered in a process of its own (renderer.py).
+
+    Any thread may call render(); calls run one at a time.
+    """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
-        """special_tokens: variables such as bos_token and eos_token."""
+        """special_tokens: template variables such as bos_token and eos_token."""
         self.source = source
         self._special_tokens = dict(special_tokens or {})
         self._jail = Jail("cflow.engine.text.renderer", source.encode(errors="replace"))
@@ -30,7 +32,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """The prompt. TemplateError says what the template did not like."""
+        """Render the prompt. Raises TemplateError if the template rejects the messages or fails."""
         everything = {
             **self._special_tokens,
             "documents": None,
@@ -51,15 +53,15 @@ class ChatTemplate:
         try:
             job = msgspec.msgpack.encode(variables)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
-            return Result("", f"the messages cannot be passed to it: {error}")
+            return Result("", f"its variables cannot be encoded: {error}")
         result = self._jail.run(job)
         if result is None:
-            return Result("", f"it took more than {TIME_S:g} s or too much memory")
+            return Result("", f"rendering took more than {TIME_S:g} s or too much memory")
         return msgspec.msgpack.decode(result, type=Result)
 
 
 def _normalise(message: Mapping[str, Any]) -> dict[str, Any]:
-    """What templates count on: a role they know, content that is text, call arguments as objects."""
+    """A message as templates expect it: role system for developer, content text, arguments objects."""
     normal = dict(message)
     if normal.get("role") == "developer":
         normal["role"] = "system"
@@ -79,7 +81,7 @@ def _normalise_call(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parse_object(text: str) -> dict[str, Any] | str:
-    """Arguments that are no JSON object, as a model may write them, stay as they are."""
+    """A call's arguments; unchanged if they are not a JSON object, as a model may have written them."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Counters over the lives of several workers."""
+"""Counters over several workers."""
 
 from cflow.engine.base.messages import DiskStats, Stats
 from cflow.engine.client.totals import Totals

@@ -1,4 +1,4 @@
-"""Pieces of text against the whole decoded at once."""
+"""Detokenizing: pieces of text equal the whole decoded at once."""
 
 from hypothesis import given
 from hypothesis import strategies as st

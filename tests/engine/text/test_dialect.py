@@ -1,4 +1,4 @@
-"""How models write calls, and grammars that make them do it."""
+"""Dialects: how models write calls, and grammars of such calls."""
 
 from typing import Any
 
@@ -68,7 +68,7 @@ def test_the_prompt_says_whether_reasoning_comes(prompt: str, thinking: str) -> 
 
 
 class MarkTokenizer:
-    """Bytes, and the marks as special tokens or not."""
+    """A tokenizer of bytes, whose marks may be special tokens."""
 
     eos_ids = (EOS,)
 

@@ -1,4 +1,4 @@
-"""The tokens for filling a middle: found by name, in every family's spelling."""
+"""Fill-in-the-middle tokens: found by name, in every family's spelling."""
 
 import pytest
 import tokenizers
@@ -25,7 +25,7 @@ def test_of_real_models() -> None:
 
 
 def made(*names: str) -> Tokenizer:
-    """Words, one token for all that are unknown, and these added."""
+    """A tokenizer of words with one token for unknown ones, and these special tokens."""
     vocab = {"<unk>": 0, "x": 1}
     tokenizer = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()

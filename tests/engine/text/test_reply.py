@@ -1,4 +1,4 @@
-"""Answers taken apart: texts as models write them, cut anywhere."""
+"""Parsing of answers: texts as models write them, cut anywhere."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -53,13 +53,13 @@ def read(
 
 
 def hermes(name: str, arguments: object) -> str:
-    """As Qwen's template writes it."""
+    """A call as Qwen's template writes it."""
     call = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
     return f"<tool_call>\n{call}\n</tool_call>"
 
 
 def tagged(name: str, **arguments: str) -> str:
-    """As Qwen3-Coder's template writes it."""
+    """A call as Qwen3-Coder's template writes it."""
     told = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in arguments.items())
     return f"<tool_call>\n<function={name}>\n{told}</function>\n</tool_call>"
 
@@ -77,7 +77,7 @@ CASES: list[tuple[str, CallSyntax | None, Thinking, Read]] = [
     ('<tool_call>{"name": "f", "arguments": "{\\"x\\": 1}"}</tool_call>', HERMES, "no",
      ("", "", [("f", '{"x":1}')], [])),
     ('<tool_call>{"name": "f"}</tool_call>', HERMES, "no", ("", "", [("f", "{}")], [])),
-    # what only looks like one
+    # text that only resembles a call
     ("a < b and <tool_box>", HERMES, "no", ("", "a < b and <tool_box>", [], [])),
     ("<tool_call>\nno JSON", HERMES, "no", ("", "<tool_call>\nno JSON", [], [])),
     ("<tool_call>", HERMES, "no", ("", "<tool_call>", [], [])),
@@ -89,7 +89,7 @@ CASES: list[tuple[str, CallSyntax | None, Thinking, Read]] = [
     ('<tool_call>{"name": "f", "arguments": [1]}', HERMES, "no",
      ("", '<tool_call>{"name": "f", "arguments": [1]}', [], [])),
     ('<tool_call>{"name": "f", "argu', HERMES, "no", ("", '<tool_call>{"name": "f", "argu', [], [])),
-    # certain, and then broken or cut
+    # a certain call that breaks or is cut off
     ('<tool_call>{"name": "f", "arguments": {x: 1}}</tool_call>', HERMES, "no",
      ("", "", [("f", "{x: 1}")], ['<tool_call>{"name": "f", "arguments": {x: 1}}'])),
     ('<tool_call>{"name": "f", "arguments": {"x": "y', HERMES, "no",

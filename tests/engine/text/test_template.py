@@ -41,7 +41,7 @@ USER = [{"role": "user", "content": "hi"}]
 
 @pytest.fixture
 def make() -> Iterator[Any]:
-    """Templates whose processes end with the test."""
+    """Makes templates whose processes end with the test."""
     made: list[ChatTemplate] = []
 
     def new(source: str, **special_tokens: str) -> ChatTemplate:
