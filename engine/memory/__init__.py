@@ -1,9 +1,9 @@
-"""Who gets which memory: the budget of a model, its KV blocks, and weights that stay on disk.
+"""Divides memory among a model's weights, its KV blocks and caches of what stays on disk.
 
-Server, plan, bench and perplexity all ask this room, so they agree about what fits. It computes
+Server, plan, bench and perplexity call the same functions, so they agree on what fits. Sizes follow
 from a model's header, before any weight is read; the C library allocates. Imports: native, base.
 
-    budget        how available memory is shared among all that follows
+    budget        shares of the available memory: weights, KV blocks, scratch buffers, experts
     capacity      KV blocks and context for a given amount of memory
     kv_blocks     which sequence owns which KV block; prefixes that sequences share
     layer_memory  weights other than experts, all or some of them in memory

@@ -7,18 +7,18 @@ Two lines are fitted to the times of finished steps, recent steps counting most:
 
 The rules for a chunk of prefill:
 
-- A step with decodes may take max_step_ms. If recent steps took longer than predicted, predictions
-  are raised by that factor.
+- A step with decodes may take max_step_ms. If recent steps with a chunk took longer than predicted,
+  predictions are multiplied by measured over predicted time.
 - With experts on disk even the smallest chunk can exceed the limit, since it reads almost as many
-  experts as a large one. The chunk then grows until its rows cost as much as its fixed part, and
-  after it decodes run alone for as long as the chunk took.
+  experts as a large one. A chunk then has so many rows that slope * rows equals the fixed part.
+  After such a chunk, steps have no prefill until they have taken as long as the chunk added.
 - A step without decodes delays only new requests, so it may take four times the limit.
 - Before the first measurement a chunk has at most 64 rows. With weights on disk and no decodes it
-  has all rows, since few rows would read almost as much.
+  has as many as a step can hold, since a small chunk would read almost as many weights.
 
 The line of decode rows also gives the cost of one more row, which decides how many drafts to check
-(drafts.py). Fitting it needs steps of different sizes, so now and then a step checks a few more
-drafts as a trial.
+(drafts.py). Fitting that line needs steps with different numbers of rows, so now and then a step
+checks a few more drafts as a trial.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ UNKNOWN_ROWS = 64  # of a chunk before the first measurement
 MIN_ROWS = 16  # of a chunk, however slow
 LONE = 4.0  # a step without decodes may take this many times the limit
 SPREAD = 0.1  # relative deviation of row counts below which a line's slope is not updated
-TRIAL_ROWS = 4  # least rows of a trial, which otherwise adds half of the decode rows
-ENOUGH = 4.0  # informative steps that end the trials
-FADING = 1 / 2000  # part by which a step ages the count of informative steps: a trial in 500 steps
+TRIAL_ROWS = 4  # least rows that a trial adds; half the number of decode rows if that is more
+ENOUGH = 4.0  # no trials while _n_informative is at least this
+FADING = 1 / 2000  # decay of _n_informative in each step, so that about one step in 500 is a trial
 
 
 class Pace:
@@ -44,7 +44,7 @@ class Pace:
         self._first_rows = max_rows if reads_disk else UNKNOWN_ROWS  # of a step without decodes
         self._decode_s = 0.0
         self._rows = _Line(ROW_WEIGHT)
-        self._n_informative = 0.0  # steps with a new number of rows; fades with age
+        self._n_informative = 0.0  # steps whose rows are over 1/4 off the mean; fades with age
         self._chunk = _Line(WEIGHT)
         self._excess = 1.0  # measured over predicted time of steps with a chunk; at least 1
         self._is_dear = False  # a chunk of MIN_ROWS exceeded the limit
@@ -69,7 +69,7 @@ class Pace:
         return min(room, max(int(seconds / chunk.slope), MIN_ROWS))
 
     def _n_lone_rows(self) -> int:
-        """Rows of a step without decodes: all if the fixed part takes most of its time."""
+        """Rows of a step without decodes; all rows if fixed costs take over half of the limit."""
         most_s, chunk = LONE * self._max_step_s, self._chunk
         left_s = most_s - self._decode_s - chunk.fixed
         if not chunk.slope:
@@ -84,13 +84,13 @@ class Pace:
         return rows.slope / (rows.fixed + n_rows * rows.slope) if rows.slope else 1 / n_rows
 
     def n_trial_rows(self, n_rows: int) -> int:
-        """Rows to add to n_rows decode rows to learn their price; 0: no trial."""
+        """Rows to add to n_rows decode rows as a trial, to learn what a row costs; 0: no trial."""
         if not self._rows.slope or self._n_informative >= ENOUGH:
             return 0
         return max(TRIAL_ROWS, n_rows // 2)
 
     def n_draft_rows(self, n_decodes: int) -> int:
-        """Most rows for drafts: half of what n_decodes leave, so that prefill can go on."""
+        """Most rows for drafts: half of the rows left by decodes, so that prefill can go on."""
         return (self._max_rows - n_decodes) // 2
 
     def observe(self, n_decodes: int, n_prefill: int, seconds: float) -> None:
