@@ -11,7 +11,7 @@ from cflow.engine.base.messages import Delta, Progress
 
 
 class Outbox:
-    """Events of an answer that have arrived and are not read yet, at most max_tokens of each choice."""
+    """Events of an answer that have arrived and are not read yet: at most max_tokens a choice."""
 
     __slots__ = ("_events", "_waiter", "error", "key", "n_ahead", "n_open")
 

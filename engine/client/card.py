@@ -24,7 +24,7 @@ READER = (sys.executable, "-P", "-m", "cflow.engine.worker.read_header")
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """Facts of a model. created: of the file, in seconds since 1970. n_experts, top_k: of a layer."""
+    """Facts of a model. created: time of the file, Unix seconds. n_experts, top_k: of a layer."""
 
     name: str  # for clients
     path: str

@@ -47,8 +47,9 @@ log = logging.getLogger("cflow.engine")
 
 
 class LocalEngine:
-    """The `Engine` in a worker process: `engine = await LocalEngine.start(config)`, submit(), iterate
-    over the answers, close().
+    """The `Engine` in a worker process.
+
+    Use: `engine = await LocalEngine.start(config)`, submit(), iterate over the answers, close().
 
     If the worker dies or hangs, its requests fail and a new one is started.
     """

@@ -32,7 +32,7 @@ class Totals:
 
 
 def _sum(a: Any, b: Any) -> Any:
-    """The sum of two numbers, tuples, structs or dicts, by element; a missing element counts as 0."""
+    """The sum of numbers, tuples, structs or dicts, by element; a missing element is 0."""
     if a is None or b is None:
         return b if a is None else a
     if isinstance(a, dict):

@@ -33,7 +33,7 @@ class WorkerProcess(asyncio.Protocol):
 
     @classmethod
     async def spawn(cls, command: Sequence[str], receive: Receive) -> WorkerProcess:
-        """Start a worker. command: gets the descriptor of its socket as an additional last argument.
+        """Start a worker. command: its socket's descriptor is added as the last argument.
 
         Raises OSError if the process cannot be started.
         """

@@ -1,8 +1,8 @@
 """What turns requests into tokens and tokens into answers.
 
-The front end and the worker both need this room: one renders prompts and reads calls out of answers,
-the other streams text and applies grammars. Templates and grammars come from strangers, so they run in
-jails. Nothing here runs a model. Imports: base.
+The front end renders prompts and reads calls out of answers; the worker streams text and applies
+grammars. Templates and grammars come from strangers, so they run in jails. Nothing here runs a
+model. Imports: base.
 
     tokenizer        text to token ids and back
     detokenizer      token ids to text, one at a time

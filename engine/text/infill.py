@@ -50,7 +50,7 @@ def find_infill(tokenizer: Tokenizer) -> Infill | None:
 
 
 def _find(tokenizer: Tokenizer, name: str) -> int | None:
-    """The id of the token spelled `name`; None if there is none, even if it encodes to an unknown token."""
+    """The id of the token spelled `name`; None if it encodes to others or to an unknown one."""
     ids = tokenizer.encode(name, add_bos=False)
     spelled = tokenizer.token_bytes(ids[0]).decode(errors="replace") if len(ids) == 1 else ""
     return ids[0] if _plain(spelled) == _plain(name) else None

@@ -1,7 +1,8 @@
 """The process that renders chat templates: `python -m cflow.engine.text.renderer`.
 
-A template comes with the model file and is a program, so it runs in jinja2's immutable sandbox, inside
-a jail. The first frame is the template's source, a job its variables in msgpack, an answer a Result.
+A template comes with the model file and is a program, so it runs in jinja2's immutable sandbox,
+inside a jail. The first frame is the template's source, a job its variables, an answer a Result;
+jobs and answers are msgpack.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Calls in tags, as Qwen3-Coder writes them: a parser, and a grammar.
 
-A call is <function=NAME>, for each argument <parameter=KEY>VALUE</parameter>, and </function>. Values
-are plain text; the parser turns them into JSON by the types in the tool's schema.
+A call is <function=NAME>, for each argument <parameter=KEY>VALUE</parameter>, and </function>.
+Values are plain text; the parser turns them into JSON by the types in the tool's schema.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class TaggedCall:
         """Name and arguments, in JSON, if the call is complete."""
         return (self._name, self._json) if self._name and self.is_over else None
 
-    # ---- each method parses the text from _at on; it returns False if it needs more, or at the end ----
+    # ---- each method parses text from _at on; False: it needs more, or the call is over or wrong ----
 
     def _read(self) -> bool:
         return self._read_tag() if self._key is None else self._read_value()
