@@ -1,6 +1,7 @@
 """The `Engine` interface: what the server asks of an engine, wherever it runs.
 
-`LocalEngine` (local.py) runs a model in a worker process of this machine; the tests' fake needs none.
+`LocalEngine` (local.py) runs a model in a worker process of this machine. Tests have a fake without
+one.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ REFUSALS: dict[State, tuple[str, str]] = {
 class GenerateRequest:
     """All prompts and choices of one request.
 
-    prompts: token ids, with sampling parameters for each. key: whose request, for fair sharing; shares_queue: whether other keys share the queue.
+    prompts: token ids, with sampling parameters for each. key: the API key's name, for fair sharing.
+    shares_queue: whether other keys share the queue.
     priority: smaller numbers go first. timeout_s: seconds after which unfinished choices end with
     the finish TIMED_OUT.
     """
