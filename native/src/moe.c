@@ -55,14 +55,14 @@ static void find_ranks(const cflow_ctx *ctx, const op *o, uint32_t row, int is_l
     const cflow_layer *l = model_layer(ctx->weights, (uint32_t)o->layer);
     const uint32_t n = n_chosen(ctx, l, row), defer = ctx->plan->defer;
     uint32_t split = l->top_k;
-    if (o->out[4] != NO_VALUE) split = n > defer ? n - defer : 1;
+    if (o->out[SELECT_LATE_GROUPS] != NO_VALUE) split = n > defer ? n - defer : 1;
     *first = is_late ? split : 0;
     *end = is_late ? l->top_k : split;
 }
 
 /* The expert that a row chose at a rank, -1: none. */
 static int32_t chosen_expert(const cflow_ctx *ctx, const op *o, uint32_t row, uint32_t rank) {
-    const buffer *routed = ctx_buffer(ctx, o->out[0]);
+    const buffer *routed = ctx_buffer(ctx, o->out[SELECT_IDS]);
     return (int32_t)routed->f[row * routed->ld + rank];
 }
 
@@ -130,8 +130,8 @@ static void split_weights(const cflow_ctx *ctx, const op *o, uint32_t row, float
 }
 
 static void make_group(cflow_ctx *ctx, const op *o, int is_late, void *scratch) {
-    const buffer *weights = ctx_buffer(ctx, o->out[is_late ? 3 : 1]);
-    groups *g = ctx_buffer(ctx, o->out[is_late ? 4 : 2])->groups;
+    const buffer *weights = ctx_buffer(ctx, o->out[is_late ? SELECT_LATE_WEIGHTS : SELECT_WEIGHTS]);
+    groups *g = ctx_buffer(ctx, o->out[is_late ? SELECT_LATE_GROUPS : SELECT_GROUPS])->groups;
     group_rows(ctx, o, is_late, g, scratch);
     g->weights = weights->f;
     g->weights_ld = weights->ld;
@@ -139,9 +139,11 @@ static void make_group(cflow_ctx *ctx, const op *o, int is_late, void *scratch) 
 
 void select_run(cflow_ctx *ctx, const op *o, int thread) {
     const cflow_layer *l = model_layer(ctx->weights, (uint32_t)o->layer);
-    const buffer *logits = ctx_buffer(ctx, o->in[0]), *routed = ctx_buffer(ctx, o->out[0]);
-    const buffer *weights = ctx_buffer(ctx, o->out[1]);
-    const buffer *late = o->out[3] == NO_VALUE ? NULL : ctx_buffer(ctx, o->out[3]);
+    const buffer *logits = ctx_buffer(ctx, o->in[0]);
+    const buffer *routed = ctx_buffer(ctx, o->out[SELECT_IDS]);
+    const buffer *weights = ctx_buffer(ctx, o->out[SELECT_WEIGHTS]);
+    const uint32_t late_weights = o->out[SELECT_LATE_WEIGHTS];
+    const buffer *late = late_weights == NO_VALUE ? NULL : ctx_buffer(ctx, late_weights);
     for (uint32_t row = 0; row < ctx->step.n_rows; row++) {
         float *w = weights->f + row * weights->ld;
         select_row(ctx, l, logits->f + row * logits->ld, n_chosen(ctx, l, row),
@@ -162,8 +164,8 @@ void speculate_run(cflow_ctx *ctx, const op *o, int thread) {
     const buffer *logits = ctx_buffer(ctx, o->in[0]);
     float *p = ctx_scratch(ctx, thread), *votes = p + l->n_experts;
     float *ids = votes + l->n_experts, *weights = ids + l->top_k;
-    uint32_t *records = ctx_scratch(ctx, thread),
-             n = 0; /* in the place of p, which is no longer needed */
+    uint32_t *records = ctx_scratch(ctx, thread); /* in the place of p, once p is not needed */
+    uint32_t n = 0;
     memset(votes, 0, l->n_experts * sizeof *votes);
     for (uint32_t row = 0; row < ctx->step.n_rows; row++) {
         const uint32_t k = n_chosen(ctx, l, row);
