@@ -1,7 +1,6 @@
 """The `Engine` interface: what the server asks of an engine, wherever it runs.
 
-`LocalEngine` (local.py) runs a model in a worker process of this machine. Tests have a fake without
-one.
+`LocalEngine` (local.py) runs a model in a worker process of this machine; the tests' fake needs none.
 """
 
 from __future__ import annotations
@@ -13,8 +12,6 @@ from typing import Literal, Protocol
 from cflow.engine.base.errors import EngineError
 from cflow.engine.base.messages import Delta, Loading, Progress, Ready, SamplingParams, Stats
 from cflow.engine.client.card import ModelCard
-
-__all__ = ["Answer", "Engine", "GenerateRequest", "ModelCard", "State", "Status"]
 
 State = Literal["loading", "ready", "draining", "restarting", "stuck", "closed"]
 
@@ -32,10 +29,9 @@ REFUSALS: dict[State, tuple[str, str]] = {
 class GenerateRequest:
     """All prompts and choices of one request.
 
-    prompts: token ids, with sampling parameters for each. key: the API key's name, for fair sharing.
-    shares_queue: whether other keys share the queue.
-    priority: smaller numbers go first. timeout_s: seconds after which unfinished choices end with
-    the finish TIMED_OUT.
+    prompts: token ids. sampling: parameters of each prompt. key: name of the API key that asks;
+    shares_queue: whether other keys share the queue with it. priority: smaller numbers go first.
+    timeout_s: seconds after which unfinished choices end with the finish TIMED_OUT.
     """
 
     prompts: Sequence[Sequence[int]]

@@ -190,7 +190,6 @@ class GrammarChecker:
         return fault.decode()
 
     def close(self) -> None:
-        self._pool.shutdown(
-            wait=False, cancel_futures=True
-        )  # nothing queued may start the jail again
+        # A queued check would start the jail again.
+        self._pool.shutdown(wait=False, cancel_futures=True)
         self._jail.close()

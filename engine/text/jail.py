@@ -30,9 +30,8 @@ class Jail:
         self._first = first
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._end: Callable[[], object] = lambda: (
-            None
-        )  # ends the process; also runs when this object is collected
+        # Ends the process; also runs when this object is collected.
+        self._end: Callable[[], object] = lambda: None
 
     def run(self, job: bytes) -> bytes | None:
         """The result of a job, None if it exceeded its time or memory."""

@@ -1,5 +1,4 @@
-/* Reads an open model: headers, plan, counters of its caches, rows of its tensors; and closes it.
- */
+/* Reads an open model (headers, plan, counters of its caches, rows of its tensors), closes it. */
 #include "model.h"
 
 #include <string.h>

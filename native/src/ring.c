@@ -18,9 +18,8 @@ static int by_start(const void *a, const void *b) {
     return (x->block != CFLOW_MODEL_LEVEL) - (y->block != CFLOW_MODEL_LEVEL);
 }
 
-/* Lists where weight blocks, and tensors outside the layers, begin, in rising order. Returns how
- * many.
- */
+/* Lists where weight blocks, and tensors outside the layers, begin, in rising order. Returns their
+ * number. */
 static uint32_t list_cuts(const model_weights *m, segment *cuts) {
     uint32_t n = m->header.n_blocks;
     for (uint32_t b = 0; b < n; b++) cuts[b] = (segment){.start = UINT64_MAX, .block = b};
@@ -35,8 +34,7 @@ static uint32_t list_cuts(const model_weights *m, segment *cuts) {
     return n;
 }
 
-/* Makes segments of n cuts: one for each weight block, and one for each stretch of other tensors.
- */
+/* Makes segments of n cuts: one for each weight block, one for each stretch of other tensors. */
 static void join_cuts(ring *r, uint32_t n, uint64_t bank_bytes) {
     segment *s = r->segments;
     for (uint32_t i = 0; i < n; i++) {

@@ -4,8 +4,7 @@
 #include "clock.h"
 #include "tensors.h"
 
-/* The op of a kind that follows `after` in a stage; the first if `after` is NULL; NULL at the end.
- */
+/* The next op of a kind in a stage after `after`, or the first if that is NULL; NULL at the end. */
 static const op *next_op(const cflow_ctx *ctx, uint32_t stage, op_kind kind, const op *after) {
     const plan *p = ctx->plan;
     const op *o = after ? after + 1 : p->ops + p->first_op[stage];
@@ -188,8 +187,7 @@ static void begin_down(cflow_ctx *ctx, uint32_t phase) {
         op_groups(ctx, o)->n_gated = op_groups(ctx, o)->n_ready;
 }
 
-/* Demands the experts of a stage unless they are demanded already, and charges them to their rows.
- */
+/* Demands the experts of a stage that are not demanded yet, and charges all to their rows. */
 static void demand_stage(cflow_ctx *ctx, uint32_t stage) {
     for (const op *o = NULL; (o = next_op(ctx, stage, OP_EXPERT_GATED, o));) {
         groups *g = op_groups(ctx, o);

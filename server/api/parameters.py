@@ -6,7 +6,7 @@ import secrets
 from typing import Any
 
 from cflow.engine.base.messages import SamplingParams
-from cflow.engine.client.engine import ModelCard
+from cflow.engine.client.card import ModelCard
 from cflow.server.api.schemas import Sampling
 from cflow.server.errors import RequestError, shorten
 
@@ -55,9 +55,8 @@ def _count_experts(ask: Sampling, card: ModelCard) -> int:
     if ask.moe_top_k > card.top_k:
         message = f"moe_top_k: {ask.moe_top_k} is more than the {card.top_k} experts of this model."
         raise RequestError(message, param="moe_top_k")
-    return (
-        ask.moe_top_k % card.top_k
-    )  # the model's own number becomes 0, so that both share prefixes
+    # The model's own number becomes 0, so that requests with and without it share prefixes.
+    return ask.moe_top_k % card.top_k
 
 
 def sampling_params(

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, TypeVar
 
-from cflow.engine.client.engine import Engine, ModelCard
+from cflow.engine.client.card import ModelCard
+from cflow.engine.client.engine import Engine
 from cflow.engine.text.infill import Infill, find_infill
 from cflow.engine.text.tokenizer import Tokenizer
 from cflow.server.errors import RequestError, shorten
@@ -17,13 +18,11 @@ from cflow.server.errors import RequestError, shorten
 MAX_PROMPTS = 256
 MAX_ANSWERS = 1024  # prompts x choices
 INLINE_CHARS = 2000  # encoded in the event loop; longer texts go to a thread
-LONG_CHARS = (
-    100_000  # texts of more characters wait for each other, so that shorter ones find a thread
-)
+# Longer texts have threads of their own, so that shorter ones do not wait for them.
+LONG_CHARS = 100_000
 LONG_TEXTS = ThreadPoolExecutor(2, "long-text")
-RENDERING = ThreadPoolExecutor(
-    1, "render"
-)  # a template's process renders one conversation at a time
+# One thread: a template's process renders one conversation at a time.
+RENDERING = ThreadPoolExecutor(1, "render")
 
 T = TypeVar("T")
 
