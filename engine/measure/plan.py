@@ -15,7 +15,7 @@ from cflow.engine.base.native_types import OpInfo
 from cflow.engine.files.inspect import check_whole
 from cflow.engine.files.synth import synth_header
 from cflow.engine.measure.disk_probe import probe_disk
-from cflow.engine.memory.budget import Budget, Share, read_header
+from cflow.engine.memory.budget import Budget, Share, open_header
 from cflow.engine.memory.experts import ExpertBank
 from cflow.engine.memory.kv_blocks import BLOCK
 from cflow.engine.memory.layer_memory import FixedWeights, pieces
@@ -98,7 +98,7 @@ def run(config: EngineConfig) -> Plan:
     """The plan of a model file on this machine, as a server with these settings runs it, except
     that the debugging precision is ignored. Measures memory bandwidth, and the disk where weights
     stay there: takes seconds. ModelError for an incomplete file."""
-    check_whole(read_header(config))
+    check_whole(open_header(config))
     return _run(config)
 
 

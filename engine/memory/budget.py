@@ -55,7 +55,7 @@ class Budget:
     def __init__(self, config: EngineConfig) -> None:
         """EngineError for settings that this model does not allow."""
         self.config = config
-        self.model = read_header(config)
+        self.model = open_header(config)
         self.bank = ExpertBank.of(self.model)
         self.weights = fix_weights(config, self.model, self.bank)
         self.memory = machine.memory()
@@ -162,7 +162,7 @@ class Budget:
         )
 
 
-def read_header(config: EngineConfig) -> Model:
+def open_header(config: EngineConfig) -> Model:
     """The model as `config` runs it, without weights. EngineError if it cannot run so."""
     return Model(
         config.model,

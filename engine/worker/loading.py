@@ -16,7 +16,7 @@ from cflow.engine.base.messages import DiskStats, Ready
 from cflow.engine.base.metadata import parse_metadata
 from cflow.engine.base.native_types import Pick, Row, TokenBytes
 from cflow.engine.base.reports import Report
-from cflow.engine.memory.budget import Budget, read_header
+from cflow.engine.memory.budget import Budget, open_header
 from cflow.engine.memory.experts import Experts
 from cflow.engine.native import Context, Model, const
 from cflow.engine.text.grammar import Vocabulary
@@ -47,7 +47,7 @@ def load(config: EngineConfig, digest: str, report: Report) -> Loaded:
     """Load a model and generate a token. digest: of the file that the front end has read. report:
     bytes done and in total of "weights", then of "experts". Raises EngineError."""
     started = time.perf_counter()
-    header = read_header(config)
+    header = open_header(config)
     _expect(digest, header)  # before a long load
     reading = ThreadPoolExecutor(1, "vocabulary")
     vocabulary = reading.submit(Vocabulary.of, header_of(header))  # while the weights are read

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
+from cflow.engine.base.reports import Report
+
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-Report = Callable[[str, int, int], None]
 Columns = Literal["bytes", "count", "steps"]
 
 
