@@ -8,6 +8,7 @@ belongs here when two rooms on different sides of a process border need the same
     errors        the exceptions of the engine and their codes
     messages      the protocol between front end and worker
     native_types  structs of cflow.h as Python values
+    model_header  the header of a model file, as it crosses between processes
     metadata      the checked metadata of a model file
     machine       cores, memory, huge pages and disk space of this machine
     cgroup        limits that control groups set

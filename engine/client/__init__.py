@@ -1,8 +1,8 @@
 """Engines as the server sees them.
 
 The server talks to the `Engine` interface and does not know where a model runs. A model can crash
-or hang, so the front end neither opens a model file nor calls the C library: a worker process does,
-and is restarted if it dies. Imports: text, base.
+or hang, so the front end neither opens a model file nor calls the C library. One process reads the
+header; a worker process runs the model, and is restarted if it dies. Imports: text, base.
 
     engine          the interface: requests, answers, states
     local           an engine in a worker process of this machine

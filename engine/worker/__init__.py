@@ -8,6 +8,7 @@ Imports: text, memory, native, base.
     worker      the loop, and the state of all requests
     link        its end of the socket
     loading     from settings to a model that has generated a token
+    read_header the header of a model file: a process of its own, for the front end
     scheduler   which rows the next step computes
     waiting     the queue, fair between API keys
     pace        predicts step time, to limit prefill rows

@@ -76,7 +76,10 @@ def serve(
         ),
     ] = None,
     served_name: Annotated[
-        str | None, typer.Option(help="Name of the model in the API. Default: the MODEL argument.")
+        str | None,
+        typer.Option(
+            help="Name of the model in the API. Default: MODEL; for a path its file name, without suffix."
+        ),
     ] = None,
     max_queue: Annotated[
         int | None,

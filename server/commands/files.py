@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cflow.engine.base.errors import NoModelError
-from cflow.server.commands.models import KINDS, MODEL, found, resolve
+from cflow.server.commands.models import KINDS, MODEL, SOURCES, found, resolve
 from cflow.server.commands.options import engine_flags, read_engine
 from cflow.server.commands.output import Json, print_json, size, table
 from cflow.server.commands.progress import byte_progress, say
@@ -30,7 +30,7 @@ ORDER = Annotated[
 
 
 def convert(
-    source: Annotated[str, typer.Argument(help=f"The model to convert: {KINDS}.")],
+    source: Annotated[str, typer.Argument(help=f"The model to convert: {SOURCES}.")],
     out: OUT,
     quant: Annotated[
         str,

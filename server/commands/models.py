@@ -16,10 +16,11 @@ from cflow.server.commands.options import read_engine
 from cflow.server.commands.progress import byte_progress, say
 from cflow.server.config import DEFAULT_MODEL
 
-KINDS = (
-    "a name of the catalogue (smollm2-135m, tinystories), a .cflow, .vflow or .gguf file, a Hugging "
-    "Face folder, or hf:org/repo (or hf:org/repo@revision)"
+SOURCES = (
+    "a name of the catalogue (smollm2-135m), a .gguf file, a Hugging Face folder, or hf:org/repo "
+    "(or hf:org/repo@revision)"
 )
+KINDS = f"tinystories, a .cflow or .vflow file, {SOURCES}"
 MODEL = Annotated[str, typer.Argument(help=f"The model: {KINDS}.")]
 
 
