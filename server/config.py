@@ -1,8 +1,9 @@
 """Settings of the server, checked once.
 
-A setting has one name: `max_queue` in a file, CFLOW_MAX_QUEUE in the environment, --max-queue as a flag. Flags
-override the environment, which overrides the file. A reader turns a value into its type, or raises a
-ValueError that completes "NAME = VALUE ..."."""
+A setting has one name: `max_queue` in a file, CFLOW_MAX_QUEUE in the environment, --max-queue as a
+flag. Flags override the environment, which overrides the file. A reader turns a value into its type,
+or raises a ValueError that completes "NAME = VALUE ...".
+"""
 
 from __future__ import annotations
 

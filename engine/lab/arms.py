@@ -14,7 +14,7 @@ Source = Literal["post_attention", "x_in", "x_in_previous"]
 
 
 class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Sizes of a model, the same for all arms. n_layers: applications of a layer, also where layers share weights."""
+    """Sizes of a model, the same for all arms. n_layers counts each use of layers that share weights."""
 
     vocab_size: Count
     d_model: Count

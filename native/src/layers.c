@@ -44,8 +44,8 @@ static int is_read_ahead(const ring *r, const layer_use *use) {
     return use < r->uses + r->n_passing;
 }
 
-/* Waits for the record and pins it. A record that was read before the step may have failed long
- * ago, when the disk was at fault, so it is read once more. */
+/* Waits for the record and pins it. A record that is read ahead of the step may have failed long
+ * before, so a failed one is read once more. */
 static tier_result pin_record(cflow_ctx *ctx, layer_use *use) {
     const tier_result result = wait_for(ctx, use->record);
     const int has_failed = result != TIER_OK && result != TIER_CANCELLED;

@@ -133,8 +133,8 @@ static tier_options read_options(const cflow_model_options *o, const tier_hooks 
     return options;
 }
 
-/* All slots but one for each read in flight, as a read that hangs keeps its slot. If every record
- * has a slot, no other record needs that one. */
+/* Most slots that a step may pin: all but one for each read in flight, as a read that hangs keeps
+ * its slot; all if every record has a slot of its own. */
 static uint32_t most_pinned(const tier *t, uint32_t n_records, int32_t n_reads) {
     const uint32_t n = tier_slots(t);
     return n == n_records ? n : n - (uint32_t)n_reads;

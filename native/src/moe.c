@@ -94,8 +94,8 @@ static void list_experts(const cflow_ctx *ctx, const op *o, groups *g, uint32_t 
     }
 }
 
-/* Puts every choice of the group behind those of earlier rows for its expert; next[e] is the place
- * of the next one. */
+/* Writes each choice of the group after the choices that earlier rows made of its expert. next[e]:
+ * the place of the next choice of expert e. */
 static void place_rows(const cflow_ctx *ctx, const op *o, int is_late, groups *g, uint32_t *next) {
     const uint32_t top_k = model_layer(ctx->weights, (uint32_t)o->layer)->top_k;
     uint32_t rank, end;

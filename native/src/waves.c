@@ -174,9 +174,8 @@ static uint32_t n_pinned(const cflow_ctx *ctx, uint32_t stage) {
     return n;
 }
 
-/* The ops of a phase's stage by which the groups are found whose down products run in the phase. In
- * a phase between two stages these are groups of the stage's gated ops: their down ops are in the
- * next stage. */
+/* The kind of op that gives the groups whose down products run in a phase. Between two stages it is
+ * the gated op, as the down op is in the next stage. */
 static op_kind down_ops(uint32_t phase) {
     return phase % 2 ? OP_EXPERT_GATED : OP_EXPERT_DOWN;
 }
