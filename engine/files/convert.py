@@ -18,8 +18,7 @@ from cflow.engine.files.formats.cflow import Contents, Weight, write
 from cflow.engine.files.formats.gguf import GgufFile
 from cflow.engine.files.formats.magic import MAGIC
 from cflow.engine.files.formats.matrix import Matrix
-from cflow.engine.files.formats.order import order_of, ordered
-from cflow.engine.files.formats.quantise import QUANTISERS
+from cflow.engine.files.formats.order import ordered
 from cflow.engine.files.formats.safetensors import SafetensorsFolder
 from cflow.engine.files.formats.tiles import Bytes, pack, stripe_rows
 from cflow.engine.files.models import (
@@ -34,8 +33,8 @@ from cflow.engine.files.models.fields import Fields
 from cflow.engine.files.models.spec import ModelSpec
 from cflow.engine.files.models.vocabulary import Vocabulary
 from cflow.engine.files.models.weights import Weights
+from cflow.engine.files.target import check_quant, order_of
 
-QUANTS = ("keep", *QUANTISERS)
 F32_ROLES = ("router", "shared_scale")  # matrices that are never quantised
 HASH_CHUNK = 8 << 20
 
@@ -67,8 +66,7 @@ def convert(
     of scale and minimum); an encoding quantises every matrix but routers and shared-expert gates.
     order: "layer" or "stage"; None: by the suffix of `out`.
     """
-    if quant not in QUANTS:
-        raise ModelError(f"--quant {quant} is not known; one of {', '.join(QUANTS)}")
+    check_quant(quant)
     order = order_of(out, order)
     if os.path.exists(out) and os.path.exists(source) and os.path.samefile(source, out):
         raise ModelError(f"{out} is the source itself; name another file for the result")

@@ -12,12 +12,13 @@ import numpy as np
 from cflow.engine.base.errors import ModelError
 from cflow.engine.base.reports import Progress
 from cflow.engine.files.formats.cflow import Contents, Weight, write, write_header
-from cflow.engine.files.formats.order import order_of, ordered
+from cflow.engine.files.formats.order import ordered
 from cflow.engine.files.formats.tiles import Bytes, Planes, pack, stripe_rows
 from cflow.engine.files.models import banks
 from cflow.engine.files.models.spec import MAX_LAYERS, LayerSpec, ModelSpec, Rope
 from cflow.engine.files.models.vocabulary import byte_vocabulary
 from cflow.engine.files.shapes import shape_path
+from cflow.engine.files.target import order_of
 
 POOL_BLOCKS = (
     4099  # random blocks per stripe height; a prime, so that tensors do not repeat in step

@@ -20,13 +20,13 @@ from typing import Annotated, NamedTuple
 import msgspec
 
 from cflow.engine.files.synth import synth
+from cflow.engine.files.target import SUFFIXES
 from cflow.engine.lab.errors import LabError
 from cflow.engine.lab.measurements import Bench, Samples, output
 from cflow.engine.memory.layer_memory import EVERYTHING
 from cflow.engine.native import LayerRecords, Model
 
 RESULTS = "docs/results/storage.json"
-SUFFIXES = {"layer": ".cflow", "stage": ".vflow"}
 HINTS = ("none", "t0", "t1")
 OWN_HINT = "t0"
 

@@ -49,6 +49,10 @@ def convert(
     cflow convert model.gguf model.cflow
     cflow convert hf:HuggingFaceTB/SmolLM2-135M-Instruct smol.cflow --quant q4_0
     """
+    from cflow.engine.files.target import check_quant, order_of
+
+    check_quant(quant)
+    order_of(out, order)
     with found(source) as path:
         from cflow.engine.files import convert as converter
 

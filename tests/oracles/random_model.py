@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 
 from cflow.engine.files.formats import cflow, quantise, tiles
 from cflow.engine.files.formats.cflow import Run, Weight
-from cflow.engine.files.formats.order import order_of, ordered
+from cflow.engine.files.formats.order import ordered
+from cflow.engine.files.target import order_of
 
 VOCAB_SIZE = 160
 LAYER: dict[str, Any] = {

@@ -6,28 +6,8 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from cflow.engine.base.errors import ModelError
 from cflow.engine.files.formats.cflow import Contents, write_header
 from cflow.engine.native import Model, const
-
-SUFFIXES = {"layer": ".cflow", "stage": ".vflow"}
-
-
-def order_of(path: Path, order: str | None) -> str:
-    """The order to write `path` in: `order` if given, else by the suffix, else "layer".
-
-    Raises ModelError if name and order contradict each other.
-    """
-    by_suffix = {suffix: name for name, suffix in SUFFIXES.items()}
-    named = by_suffix.get(path.suffix)
-    if order is not None and order not in SUFFIXES:
-        raise ModelError(f"--order {order} is not known; one of {', '.join(SUFFIXES)}")
-    if order and named and order != named:
-        raise ModelError(
-            f"{path} is the name of a file in {named} order; with --order {order} "
-            f"it must end in {SUFFIXES[order]}"
-        )
-    return order or named or "layer"
 
 
 def ordered(contents: Contents, order: str) -> Contents:

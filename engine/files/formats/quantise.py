@@ -6,8 +6,6 @@ import numpy as np
 
 from cflow.engine.files.formats.tiles import BLOCK_COLS, TILE_COLS, Array, Floats, Planes
 
-QUANTISERS = ("f32", "f16", "bf16", "q8_0", "q4_1", "q4_0")
-
 
 def values(planes: Planes) -> Floats:
     """The numbers (n_rows, n_cols) of planes, by the formulas of docs/format.md."""
@@ -35,7 +33,7 @@ def values(planes: Planes) -> Floats:
 
 
 def encode(planes: Planes, encoding: str) -> Planes:
-    """Planes in another encoding, one of QUANTISERS; unchanged if they are in it already. Values that
+    """Planes in another encoding, one of target.QUANTS but "keep"; unchanged if they are in it already. Values that
     are too large become infinite."""
     if planes.encoding == encoding:
         return planes

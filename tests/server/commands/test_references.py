@@ -104,3 +104,24 @@ def test_convert_says_what_a_file_of_ours_needs(
     assert isinstance(result.exception, CflowError)
     assert "already in cflow's format; convert the GGUF file" in str(result.exception)
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("out", "flags", "message"),
+    [
+        ("x.cflow", ["--quant", "q9"], "--quant q9 is not known"),
+        ("x.cflow", ["--order", "none"], "--order none is not known"),
+        ("x.cflow", ["--order", "stage"], r"must end in .vflow"),
+    ],
+)
+def test_convert_checks_its_flags_before_a_download(
+    out: str,
+    flags: list[str],
+    message: str,
+    references: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(catalogue, "fetch", lambda *_: pytest.fail("downloaded"))
+    result = runner.invoke(app, ["convert", references["catalogue"], out, *flags])
+    assert isinstance(result.exception, CflowError)
+    assert message in str(result.exception)
