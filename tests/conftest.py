@@ -1,9 +1,13 @@
-"""What several test files share: where outside data lies."""
+"""Set-up that all tests share: outside data, and hypothesis without a clock."""
 
 import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("cflow", deadline=None)  # no test fails by the clock
+settings.load_profile("cflow")
 
 ROOT = Path(__file__).parent.parent
 

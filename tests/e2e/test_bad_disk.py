@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from cflow.engine.memory.experts import ExpertBank
-from cflow.engine.native import LayerRecords, Model
+from cflow.engine.native import ExpertOptions, LayerRecords, Model
 from harness.servers import Server, assert_failed, serving
 from harness.waiting import until
 from makefiles.shape_file import synth_model
@@ -26,6 +26,7 @@ from oracles.model_file import ModelFile
 
 FLAGS = ("--context", "512", "--max-sequences", "3", "--speculation", "off")  # a token an event
 TIMEOUT_S = 5
+READS = 2  # in flight
 PROMPTS = [f"{i}: a text of its own" for i in range(6)]
 N_TOKENS = 16
 
@@ -120,7 +121,10 @@ def make_layers(folder: Path) -> Path:
 
 
 def layer_records(model: Path, memory: int = 1 << 50) -> LayerRecords:
-    found = Model(str(model), header_only=True, weights_memory=memory).layer_records
+    experts: ExpertOptions = {"cache": 0, "expert_reads": READS}
+    found = Model(
+        str(model), header_only=True, weights_memory=memory, experts=experts
+    ).layer_records
     assert found is not None
     return found
 
@@ -128,7 +132,7 @@ def layer_records(model: Path, memory: int = 1 << 50) -> LayerRecords:
 def environment_of(disk: BadDisk, folder: Path) -> dict[str, str]:
     """Two reads at a time, given up after half of CFLOW_STUCK; uses that are kept stay in the folder."""
     return disk.environment | {
-        "CFLOW_EXPERT_READS": "2",
+        "CFLOW_EXPERT_READS": str(READS),
         "CFLOW_STUCK": str(2 * TIMEOUT_S),
         "XDG_CACHE_HOME": str(folder / "cache"),
     }
