@@ -103,7 +103,7 @@ def test_promtool_accepts_the_metrics_but_for_names_that_others_gave(server: Ser
 
 
 @pytest.mark.parametrize(("reason", "fires"), [("memory", True), ("turn", False)])
-def test_only_want_of_memory_is_told_as_such(tmp_path: Path, reason: str, fires: bool) -> None:
+def test_only_a_lack_of_memory_fires(tmp_path: Path, reason: str, fires: bool) -> None:
     series = f'cflow_preemptions_total{{instance="i", job="cflow", reason="{reason}"}}'
     told = [
         {
@@ -113,7 +113,7 @@ def test_only_want_of_memory_is_told_as_such(tmp_path: Path, reason: str, fires:
                 "job": "cflow",
                 "reason": reason,
             },
-            "exp_annotations": {"summary": "i sets running answers back for want of KV memory"},
+            "exp_annotations": {"summary": "i preempts running answers for lack of KV memory"},
         }
     ]
     check = {
