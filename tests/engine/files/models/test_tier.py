@@ -168,14 +168,14 @@ def test_stock_models_speculate_on_the_next_layers_experts(case: Case) -> None:
     assert plain.plan == Model(str(case.path)).plan
 
 
-def test_every_guess_is_useful_late_wasted_or_still_there(case: Case) -> None:
+def test_every_speculation_is_useful_late_wasted_or_still_there(case: Case) -> None:
     model = Model(str(case.path), experts={"cache": cache_of(case, 0.5)})
     run(open_context(model))
     tier = model.tier
     assert tier is not None
     pending = tier.speculated - tier.useful - tier.late - tier.wasted
     assert 0 <= pending <= tier.n_slots
-    assert (tier.speculated > 0) == any("guess" in op.name for op in model.ops)
+    assert (tier.speculated > 0) == any("speculate" in op.name for op in model.ops)
     if tier.speculated:
         assert tier.useful + tier.late > tier.wasted
 
