@@ -1,6 +1,6 @@
 """What a command imports before it fails or shows its help: each heavy module costs 0.05 to 1 s.
 
-pydantic is not in the lists: typer itself reads flags with it.
+pydantic is not in the lists: `run` and `chat` check sampling flags with the schema of requests.
 """
 
 from __future__ import annotations
