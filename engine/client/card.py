@@ -76,7 +76,12 @@ def read_card(config: EngineConfig) -> ModelCard:
 
 def read_header(path: str) -> ModelHeader:
     """The header of a model file. Raises EngineError, also if the reading process dies."""
-    done = subprocess.run((*READER, path), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+    try:
+        done = subprocess.run((*READER, path), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+    except OSError as error:
+        raise EngineError(
+            "internal", f"the process that reads {path} cannot be started: {error.strerror}"
+        ) from error
     if done.returncode:
         how = describe_exit(done.returncode)
         raise ModelError(f"{path}: the process that reads its header died ({how})")

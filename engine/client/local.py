@@ -140,10 +140,10 @@ class LocalEngine:
     # ---- requests ----
 
     async def submit(self, request: GenerateRequest) -> list[LocalAnswer]:
+        self._check_room(request)
         worker = self._worker
         if self.state != "ready" or worker is None:
             raise refusal(self.state)
-        self._check_room(request)
         if request.n_choices < 1:
             message = f"n_choices is {request.n_choices}; it must be at least 1"
             raise EngineError("invalid_request", message)

@@ -11,6 +11,7 @@ from pathlib import Path
 from cflow.engine.base.errors import EngineError
 from cflow.engine.base.model_header import HeaderError, ModelHeader, encode_header
 from cflow.engine.native import Model, const
+from cflow.engine.text.jail import ignore_signals
 
 
 def header_of(model: Model) -> ModelHeader:
@@ -32,6 +33,7 @@ def header_of(model: Model) -> ModelHeader:
 
 
 def main(path: str) -> None:
+    ignore_signals()
     message: ModelHeader | HeaderError
     try:
         message = header_of(Model(path, header_only=True))

@@ -73,3 +73,9 @@ def test_errors_of_the_reader_keep_their_code(monkeypatch: pytest.MonkeyPatch) -
         read_header("x.cflow")
     assert caught.value.code == "io_error"
     assert not isinstance(caught.value, ModelError)
+
+
+def test_a_reader_that_cannot_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(card, "READER", ("/no/such/program",))
+    with pytest.raises(EngineError, match=r"reads x\.cflow cannot be started"):
+        read_header("x.cflow")

@@ -154,7 +154,7 @@ def prose(random: Random, n: int) -> list[int]:
     return [int(random.paretovariate(0.7)) % 5000 for _ in range(n)]
 
 
-def seconds(texts: list[list[int]], fixed: float, row: float, *, drafts: bool) -> float:
+def simulated_s(texts: list[list[int]], fixed: float, row: float, *, drafts: bool) -> float:
     """What steps take that say the second halves of texts, all at once. Steps take 10 % more or less
     now and then."""
     random, pace, total = Random(4), Pace(0.25, 512), 0.0
@@ -181,10 +181,10 @@ def seconds(texts: list[list[int]], fixed: float, row: float, *, drafts: bool) -
 def test_drafting_is_worth_its_time_whatever_rows_take(fixed: float, row: float, n: int) -> None:
     random = Random(n)
     texts = [prose(random, 1600) for _ in range(n)]
-    without = seconds(texts, fixed, row, drafts=False)
-    assert seconds(texts, fixed, row, drafts=True) < 1.02 * without
+    without = simulated_s(texts, fixed, row, drafts=False)
+    assert simulated_s(texts, fixed, row, drafts=True) < 1.02 * without
     quotes = [text[:800] * 2 for text in texts]
-    assert seconds(quotes, fixed, row, drafts=True) < 1.02 * without
+    assert simulated_s(quotes, fixed, row, drafts=True) < 1.02 * without
 
 
 @pytest.mark.parametrize(
@@ -196,8 +196,8 @@ def test_quotes_come_as_much_sooner_as_rows_allow(
 ) -> None:
     random = Random(n)
     quotes = [prose(random, 800) * 2 for _ in range(n)]
-    without = seconds(quotes, fixed, row, drafts=False)
-    assert gain * seconds(quotes, fixed, row, drafts=True) < without
+    without = simulated_s(quotes, fixed, row, drafts=False)
+    assert gain * simulated_s(quotes, fixed, row, drafts=True) < without
 
 
 # ---- answers ----
