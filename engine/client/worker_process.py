@@ -39,20 +39,27 @@ class WorkerProcess(asyncio.Protocol):
         """
         ours, theirs = socket.socketpair()
         self = cls(receive)
-        try:
-            with theirs:
-                fd = theirs.fileno()
-                self._process = await asyncio.create_subprocess_exec(
+        with theirs:
+            fd = theirs.fileno()
+            starting = asyncio.ensure_future(
+                asyncio.create_subprocess_exec(
                     *command,
                     str(fd),
                     pass_fds=(fd,),
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                 )
-            await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=ours)
-        except BaseException:
-            ours.close()
-            raise
+            )
+            try:
+                self._process = await asyncio.shield(starting)
+                await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=ours)
+            except BaseException:
+                ours.close()
+                if not starting.done() or starting.exception() is None:  # no process is left behind
+                    process = await starting
+                    process.kill()
+                    await process.wait()
+                raise
         return self
 
     @property
