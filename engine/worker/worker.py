@@ -124,18 +124,23 @@ class Worker:
     # ---- called by the link's thread ----
 
     def _heartbeat(self) -> Heartbeat:
-        """The heartbeat. Also cancels a step if all its requests have passed their deadlines."""
-        requests, now = self._in_step.values(), time.monotonic()
-        deadlines = (request.submit.deadline for request in requests)
-        if requests and all(end is not None and end <= now for end in deadlines):
-            self._loaded.context.cancel()
-        return Heartbeat(self._loaded.context.stage_count, bool(requests))
+        self._cancel_unwanted()
+        return Heartbeat(self._loaded.context.stage_count, bool(self._in_step))
 
     def _cancel_step(self, request_id: int) -> None:
-        """Cancel the running step if all its requests are cancelled. If that hits the next step
-        instead, that step is scheduled again."""
         self._cancelled.add(request_id)
-        if self._in_step and self._in_step.keys() <= self._cancelled:
+        self._cancel_unwanted()
+
+    def _cancel_unwanted(self) -> None:
+        """Cancel the running step if each of its requests is cancelled or out of time.
+
+        A cancel that comes while the step begins may miss it; the next heartbeat repeats it. If it
+        hits a later step instead, that step is scheduled again.
+        """
+        requests, now = self._in_step.values(), time.monotonic()
+        if requests and all(
+            request.id in self._cancelled or _is_late(request, now) for request in requests
+        ):
             self._loaded.context.cancel()
 
     # ---- messages ----
@@ -350,6 +355,11 @@ class Worker:
             prompt_logprobs=_prompt_logprobs(request) if is_first else None,
             disk=sequence.disk,
         )
+
+
+def _is_late(request: Request, now: float) -> bool:
+    deadline = request.submit.deadline
+    return deadline is not None and deadline <= now
 
 
 def _time_out(sequence: Sequence) -> Delta:
