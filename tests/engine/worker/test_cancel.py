@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any, cast
 
 from cflow.engine.base.config import EngineConfig
@@ -27,8 +28,8 @@ class ScriptedLink:
     def __init__(self, *inbox: list[Any]) -> None:
         self.inbox = list(inbox)
         self.sent: list[Any] = []
-        self.heartbeat = lambda: Heartbeat(0, False)
-        self.on_cancel = lambda request_id: None
+        self.heartbeat: Callable[[], Heartbeat] = lambda: Heartbeat(0, False)
+        self.on_cancel: Callable[[int], None] = lambda request_id: None
 
     def receive(self, timeout_s: float | None) -> list[Any]:
         return self.inbox.pop(0) if self.inbox else []
