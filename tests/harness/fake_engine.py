@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cflow.engine.base.errors import EngineError
 from cflow.engine.base.messages import (
     Delta,
     Finish,
-    Loading,
     Logprob,
     Progress,
     Ready,
@@ -24,7 +23,7 @@ from cflow.engine.base.messages import (
 )
 from cflow.engine.base.model_header import ModelHeader
 from cflow.engine.client.card import ModelCard
-from cflow.engine.client.engine import Engine, GenerateRequest, State, Status
+from cflow.engine.client.engine import Engine, GenerateRequest, Status
 from cflow.engine.text.dialect import Dialect
 from cflow.engine.text.grammar import GrammarChecker, Vocabulary
 
@@ -215,7 +214,6 @@ READY = Ready(
 class FakeEngine:
     script: Script = shout
     bos_id: int | None = None
-    state: State = "ready"
     generation: dict[str, Any] = field(default_factory=dict)
     refuse: EngineError | None = None
     template: Any = field(default_factory=PlainTemplate)
@@ -242,12 +240,15 @@ class FakeEngine:
             top_k=self.top_k,
             bytes_per_token=1000,
         )
-        self.ready: Ready | None = READY
-        self.loading: Loading | None = None
+        self.status = Status(
+            state="ready",
+            ready=READY,
+            loading=None,
+            restarts=0,
+            queue_depth=0,
+            is_failing=False,
+        )
         self.stats = Stats()
-        self.restarts = 0
-        self.is_failing = False
-        self.queue_depth = 0
         self.calls: list[Call] = []
         self.requests: list[GenerateRequest] = []
         self.answers: list[FakeAnswer] = []
@@ -258,16 +259,9 @@ class FakeEngine:
         vars(self).clear()
         vars(self).update(vars(other))
 
-    @property
-    def status(self) -> Status:
-        return Status(
-            state=self.state,
-            ready=self.ready,
-            loading=self.loading,
-            restarts=self.restarts,
-            queue_depth=self.queue_depth,
-            is_failing=self.is_failing,
-        )
+    def put(self, **changes: Any) -> None:
+        """Change fields of the status."""
+        self.status = replace(self.status, **changes)
 
     async def submit(self, request: GenerateRequest) -> list[FakeAnswer]:
         if self.refuse is not None:
@@ -283,14 +277,14 @@ class FakeEngine:
         return answers
 
     async def wait_ready(self) -> Ready:
-        assert self.ready is not None
-        return self.ready
+        assert self.status.ready is not None
+        return self.status.ready
 
     async def drain(self, timeout_s: float) -> None:
         self.drained.set()
 
     async def close(self) -> None:
-        self.state = "closed"
+        self.put(state="closed")
 
 
 def as_engine(fake: FakeEngine) -> Engine:

@@ -100,10 +100,11 @@ def test_drafts_are_counted_by_how_far_ahead_they_were(serve: Any) -> None:
 
 def test_the_disk_is_accounted_for(serve: Any) -> None:
     live: Live = serve()
-    live.engine.ready = msgspec.structs.replace(
+    ready = msgspec.structs.replace(
         READY, resident_bytes=1000, n_experts=100, n_expert_slots=10, expert_bytes=400,
         n_layer_slots=4, layer_bytes=200,
     )  # fmt: skip
+    live.engine.put(ready=ready)
     experts = DiskStats(
         hits=1, misses=3, evictions=3, speculated=4, useful=5, late=6, wasted=7, disk_bytes=8,
         n_resident=9, n_loading=2, stall_ns=1_500_000_000, read_ns=2_000_000_000, failed_cut=1,
@@ -154,7 +155,7 @@ def test_the_engines_totals_and_gauges(serve: Any) -> None:
         n_running=3, n_waiting=4, n_kv_used=2, n_kv_blocks=8, prompt_tokens=100, read_bytes=5,
         cancelled_prefill=6,
     )  # fmt: skip
-    live.engine.restarts = 7
+    live.engine.put(restarts=7)
     assert live.metric(f"vllm:num_requests_running{{{MODEL}}}") == 3
     assert live.metric(f"vllm:num_requests_waiting{{{MODEL}}}") == 4
     assert live.metric(f"vllm:kv_cache_usage_perc{{{MODEL}}}") == 0.25
@@ -182,7 +183,7 @@ def test_what_a_cpu_quota_stopped(serve: Any, monkeypatch: pytest.MonkeyPatch) -
 
 def test_without_a_worker_all_values_are_finite(serve: Any) -> None:
     live: Live = serve(FakeEngine())
-    live.engine.ready = None
+    live.engine.put(ready=None)
     live.engine.stats = msgspec.structs.replace(Stats(), n_kv_blocks=0)
     assert families(live)["cflow_huge_page_ratio"].samples[0].value == 0
 

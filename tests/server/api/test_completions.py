@@ -91,7 +91,7 @@ def test_usage_tells_what_the_disk_cost(live: Live, stream: bool) -> None:
 
 
 def test_deferred_experts_are_said(live: Live) -> None:
-    live.engine.ready = replace(READY, n_deferred=2)
+    live.engine.put(ready=replace(READY, n_deferred=2))
     assert live.complete(prompt="ab").json()["usage"]["deferred_experts"] == 2
 
 

@@ -35,7 +35,7 @@ def tell(serve: Any) -> Tell:
             dialect=Dialect(HERMES, thinks),
             template=Template(""),
         )
-        engine.ready = structs.replace(READY, max_context=400)
+        engine.put(ready=structs.replace(READY, max_context=400))
         live: Live = serve(engine)
         return live
 

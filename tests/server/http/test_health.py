@@ -28,7 +28,7 @@ PROBES = {
 @pytest.mark.parametrize("state", PROBES)
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
 def test_probes(live: Live, state: State, method: str) -> None:
-    live.engine.state = state
+    live.engine.put(state=state)
     paths = ("/live", "/health", "/ready")
     answers = [live.client.request(method, path) for path in paths]
     assert tuple(a.status_code for a in answers) == PROBES[state]
@@ -37,16 +37,16 @@ def test_probes(live: Live, state: State, method: str) -> None:
 
 
 def test_a_broken_disk_shows(live: Live) -> None:
-    live.engine.is_failing = True
+    live.engine.put(is_failing=True)
     answers = [live.client.get(path) for path in ("/live", "/health", "/ready")]
     assert [a.status_code for a in answers] == [200, 503, 503]
     assert answers[1].json() == {"status": "failing"}
-    live.engine.state = "loading"
+    live.engine.put(state="loading")
     assert live.client.get("/health").json() == {"status": "loading"}
 
 
 def test_loading_shows_progress(live: Live) -> None:
-    live.engine.state, live.engine.loading = "loading", Loading("weights", 30, 120)
+    live.engine.put(state="loading", loading=Loading("weights", 30, 120))
     body = live.client.get("/health").json()
     assert (body["done_bytes"], body["total_bytes"]) == (30, 120)
 
@@ -56,7 +56,7 @@ def test_loading_shows_progress(live: Live) -> None:
     "path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/models"]
 )
 def test_requests_are_refused_with_a_time_to_come_back(live: Live, state: State, path: str) -> None:
-    live.engine.state = state
+    live.engine.put(state=state)
     response = live.client.get(path) if path == "/v1/models" else live.post(path, {"bad": 1})
     assert response.status_code == 503
     assert error_of(response)["code"] == state
@@ -67,7 +67,7 @@ def test_requests_are_refused_with_a_time_to_come_back(live: Live, state: State,
 
 def test_full_queue(live: Live) -> None:
     live.engine.refuse = EngineError("queue_full", "512 requests are waiting; at most 512 may")
-    live.engine.queue_depth = 10**9
+    live.engine.put(queue_depth=10**9)
     response = live.complete(prompt="a")
     assert response.status_code == 429
     error = error_of(response)
@@ -82,7 +82,7 @@ def test_retry_after_follows_the_rate_since_the_queue_began(serve: Any) -> None:
     live.metrics.finished = Meter(60, lambda: now[0])
     live.complete(prompt="a", max_tokens=1)  # the queue is empty: this begins the time
     now[0] = 1009.0
-    live.engine.queue_depth = 20
+    live.engine.put(queue_depth=20)
     for _ in range(4):
         live.complete(prompt="a", max_tokens=1)
     live.engine.refuse = EngineError("queue_full", "full")
@@ -180,7 +180,7 @@ def test_version(live: Live) -> None:
 
 def test_context_is_the_models_until_the_worker_says(serve: Any) -> None:
     live: Live = serve(FakeEngine())
-    live.engine.ready = msgspec.structs.replace(READY, max_context=32)
+    live.engine.put(ready=msgspec.structs.replace(READY, max_context=32))
     assert live.complete(prompt="x" * 40).status_code == 400
-    live.engine.ready = None
+    live.engine.put(ready=None)
     assert live.complete(prompt="x" * 40).status_code == 200

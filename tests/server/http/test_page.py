@@ -74,6 +74,6 @@ def test_status(serve: object) -> None:
     assert (model["experts"], model["top_k"], model["bytes_per_token"]) == (8, 2, 1000)
     assert model["chat"] is True
     assert found["machine"]["threads"] == READY.n_threads
-    live.engine.state, live.engine.ready = "loading", None
+    live.engine.put(state="loading", ready=None)
     found = live.client.get("/status").json()
     assert (found["state"], found["machine"]) == ("loading", None)

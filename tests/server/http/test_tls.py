@@ -102,7 +102,7 @@ def test_the_health_check_asks_with_and_without_tls(serve: Any, tmp_path: Path) 
         port = str(live.port)
         assert check_health(CFLOW_PORT=port, CFLOW_HOST="127.0.0.1") == 0
         assert check_health(CFLOW_PORT=port, CFLOW_TLS_CERT=str(cert)) == 0
-        live.engine.state = "loading"
+        live.engine.put(state="loading")
         assert check_health(CFLOW_PORT=port, http_proxy=f"http://127.0.0.1:{port}") == 1
     assert check_health(CFLOW_PORT="1") == 1
 
