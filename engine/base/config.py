@@ -33,8 +33,8 @@ class EngineConfig:
                       file system can) or "cached".
     defer_experts     add the N lowest-weighted experts of each token one layer late, giving their
                       reads more time. Changes the output. 0: as the model says.
-    expert_reads      most reads in flight, of experts and of layers each.
-    expert_read_rate  most bytes read a second, of experts and of layers each.
+    expert_reads      most reads in flight, counted separately for experts and layers.
+    expert_read_rate  most bytes read a second, counted separately for experts and layers.
     speculation       "ngram": draft tokens that prompt and answer repeat and check several in one
                       step, where that is faster; the output stays the same. Or "off".
     max_queue         answers that may wait besides those that run.

@@ -26,8 +26,8 @@ class ConfigError(CflowError):
 
 class EngineError(CflowError):
     """Running a model failed. code: "cancelled", "worker_died", "worker_stuck", "draining",
-    "timeout", "numeric", "out_of_memory", "internal", "queue_full", "key_queue_full", "loading",
-    "invalid_request", "template_error", "io_error" or "model_error"."""
+    "timeout", "numeric", "out_of_memory", "internal", "queue_full", "key_queue_full",
+    "too_many_answers", "loading", "invalid_request", "template_error", "io_error" or "model_error"."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)

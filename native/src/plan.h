@@ -45,9 +45,9 @@ void plan_close(plan *p);
 /* Describes op `index`. EINVAL if there is none. */
 cflow_status plan_describe(const plan *p, uint32_t index, cflow_op_info *out, cflow_error *err);
 
-/* A step runs in phases. Phase 2 s runs the ops of stage s. Phase 2 s + 1 repeats as long as
- * experts of stage s wait for their records: OP_EXPERT_DOWN, in the stage after, for those that the
- * last phase gated, and OP_EXPERT_GATED for those that have arrived since. The head's phases
+/* A step runs in phases. Phase 2s runs the ops of stage s. Phase 2s + 1 repeats while experts of
+ * stage s wait for their records: it runs OP_EXPERT_DOWN, of the stage after, for the experts that
+ * the last phase gated, and OP_EXPERT_GATED for those that have arrived since. The head's phases
  * follow.
  *
  * The ops of a phase are those in [*first, *end) for which phase_has is 1. */
