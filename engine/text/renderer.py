@@ -1,8 +1,8 @@
 """The process that renders chat templates: `python -m cflow.engine.text.renderer`.
 
 A template comes with the model file and is a program, so it runs in jinja2's immutable sandbox,
-inside a jail. The first frame is the template's source, a job its variables, an answer a Result;
-jobs and answers are msgpack.
+inside a jail. The first frame is the template's source, then come Jobs, answered by Results, in
+msgpack.
 """
 
 from __future__ import annotations
@@ -15,17 +15,32 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
-import jinja2.sandbox
 import msgspec
 
 from cflow.engine.text.jail import answer_jobs
+from cflow.engine.text.provenance import Environment, Text, own
 
 TIME_S = 3.0
 MAX_OUTPUT_CHARS = 16 << 20
 
 
+# A role is one of a few words, so it may be part of what the template writes: "<|" + role + "|>".
+ROLES = {"system", "developer", "user", "assistant", "tool"}
+
+
+class Job(msgspec.Struct, frozen=True, array_like=True):
+    """special_tokens: variables that are the template's own text, such as bos_token."""
+
+    variables: dict[str, Any]
+    special_tokens: dict[str, str] = {}
+
+
 class Result(msgspec.Struct, frozen=True, array_like=True):
+    """own: the spans of the text that the template wrote, in order: first character, one past the
+    last."""
+
     text: str
+    own: list[tuple[int, int]] = []
     error: str | None = None
 
 
@@ -39,9 +54,9 @@ class _Generation(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+def environment() -> Environment:
     """An environment set up like that of transformers' apply_chat_template."""
-    env = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    env = Environment(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[_Generation, "jinja2.ext.loopcontrols"],
@@ -83,22 +98,35 @@ class Renderer:
         self._template: jinja2.Template | None = None
 
     def answer(self, job: bytes) -> bytes:
-        return msgspec.msgpack.encode(self._render(msgspec.msgpack.decode(job)))
+        return msgspec.msgpack.encode(self._render(msgspec.msgpack.decode(job, type=Job)))
 
-    def _render(self, variables: dict[str, Any]) -> Result:
+    def _render(self, job: Job) -> Result:
         try:
             if self._template is None:
                 self._template = environment().from_string(self._source)
-            text = self._template.render(variables)
+            text = self._template.render(_with_own(job))
         except jinja2.TemplateSyntaxError as error:
-            return Result("", f"line {error.lineno}: {error.message}")
+            return _failed(f"line {error.lineno}: {error.message}")
         except MemoryError:
-            return Result("", "rendering takes too much memory")
+            return _failed("rendering takes too much memory")
         except Exception as error:  # a template can raise anything
-            return Result("", f"{error}"[:500] or type(error).__name__)
+            return _failed(f"{error}"[:500] or type(error).__name__)
         if len(text) > MAX_OUTPUT_CHARS:
-            return Result("", f"its output has {len(text)} characters, above {MAX_OUTPUT_CHARS}")
-        return Result(text)
+            return _failed(f"its output has {len(text)} characters, above {MAX_OUTPUT_CHARS}")
+        assert isinstance(text, Text)
+        return Result(str.__str__(text), text.spans())
+
+
+def _with_own(job: Job) -> dict[str, Any]:
+    variables = {name: own(text) for name, text in job.special_tokens.items()} | job.variables
+    for message in variables["messages"]:
+        if message.get("role") in ROLES:
+            message["role"] = own(message["role"])
+    return variables
+
+
+def _failed(why: str) -> Result:
+    return Result("", error=str.__str__(why))  # a template can raise a Text
 
 
 if __name__ == "__main__":

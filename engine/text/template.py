@@ -4,13 +4,29 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from cflow.engine.base.errors import TemplateError
 from cflow.engine.text.jail import Jail
-from cflow.engine.text.renderer import TIME_S, Result
+from cflow.engine.text.renderer import TIME_S, Job, Result
+from cflow.engine.text.tokenizer import Span
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A prompt. own: the spans of it that the template wrote, in order; the rest came with the
+    messages and other variables."""
+
+    text: str
+    own: Sequence[Span]
+
+    def until(self, end: int) -> Rendered:
+        """The first `end` characters."""
+        own = [(first, min(last, end)) for first, last in self.own if first < end]
+        return Rendered(self.text[:end], own)
 
 
 class ChatTemplate:
@@ -31,10 +47,9 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         **variables: Any,
-    ) -> str:
+    ) -> Rendered:
         """Render the prompt. Raises TemplateError if the template rejects the messages or fails."""
         everything = {
-            **self._special_tokens,
             "documents": None,
             **variables,
             "messages": [_normalise(message) for message in messages],
@@ -44,19 +59,19 @@ class ChatTemplate:
         result = self._run(everything)
         if result.error is not None:
             raise TemplateError(f"the chat template failed: {result.error}")
-        return result.text
+        return Rendered(result.text, result.own)
 
     def close(self) -> None:
         self._jail.close()
 
     def _run(self, variables: dict[str, Any]) -> Result:
         try:
-            job = msgspec.msgpack.encode(variables)
+            job = msgspec.msgpack.encode(Job(variables, self._special_tokens))
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
-            return Result("", f"its variables cannot be encoded: {error}")
+            return Result("", error=f"its variables cannot be encoded: {error}")
         result = self._jail.run(job)
         if result is None:
-            return Result("", f"rendering took more than {TIME_S:g} s or too much memory")
+            return Result("", error=f"rendering took more than {TIME_S:g} s or too much memory")
         return msgspec.msgpack.decode(result, type=Result)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import tokenizers
 
 from cflow.engine.base.errors import EngineError, ModelError
@@ -12,21 +14,26 @@ from cflow.engine.base.metadata import parse_metadata
 from cflow.engine.base.model_header import ModelHeader
 from cflow.engine.base.native_types import TokenBytes
 
+Span = tuple[int, int]  # characters of a text, from the first to before the second
+
 
 class Tokenizer:
     """The tokenizer of a model file.
 
     Encoding takes about linear time, for long runs of one character too, and releases the GIL: call
-    it in a thread for long texts. Text that spells a special token becomes that token, as in Hugging
-    Face's tokenizers: chat templates depend on it, and raw prompts may use it.
+    it in a thread for long texts.
     """
 
     def __init__(
         self, tokenizer_json: bytes, token_bytes: TokenBytes, metadata: Mapping[str, Any]
     ) -> None:
         self._token_bytes = token_bytes
-        self._encoder = _read(tokenizer_json) if tokenizer_json else None
         known = parse_metadata(metadata, len(token_bytes))
+        self._encoder = (
+            _Encoder(tokenizer_json, token_bytes, known.chat_template or "")
+            if tokenizer_json
+            else None
+        )
         self.n_tokens = len(token_bytes)
         self.bos_id = known.bos_id
         self.eos_ids = known.eos_ids
@@ -36,17 +43,16 @@ class Tokenizer:
     def of(cls, header: ModelHeader) -> Tokenizer:
         return cls(header.tokenizer_json, header.token_bytes, header.metadata)
 
-    def encode(self, text: str, add_bos: bool = True) -> list[int]:
-        """add_bos: put the BOS token first, if the model wants one and the text does not spell it."""
+    def encode(
+        self, text: str, add_bos: bool = True, trusted: Sequence[Span] | None = None
+    ) -> list[int]:
+        """add_bos: put the BOS token first, if the model wants one and the text does not spell it.
+
+        trusted: the spans, in order, in which text that spells a control token becomes that token;
+        None means all of the text. Elsewhere such text is encoded like any other."""
         if self._encoder is None:
             raise ModelError("the model file has no tokenizer; send token ids")
-        try:
-            # Only the batch methods release the GIL.
-            (encoding,) = self._encoder.encode_batch_fast([text], add_special_tokens=False)
-        except TypeError as error:  # the only one possible for a str
-            message = "the text is not Unicode: it holds half of a surrogate pair"
-            raise EngineError("invalid_request", message) from error
-        ids: list[int] = encoding.ids
+        ids = self._encoder.encode(text, [(0, len(text))] if trusted is None else trusted)
         bos = self.bos_id
         if add_bos and self.adds_bos and bos is not None and ids[:1] != [bos]:
             ids.insert(0, bos)
@@ -65,12 +71,106 @@ class Tokenizer:
         return b"".join(map(self.token_bytes, shown)).decode(errors="replace")
 
 
-def _read(tokenizer_json: bytes) -> Any:
-    try:
-        encoder = tokenizers.Tokenizer.from_buffer(tokenizer_json)
-    except Exception as error:  # the library raises nothing narrower
-        raise ModelError(f"the model file's tokenizer cannot be read: {error}") from error
-    # The file may carry these settings from training.
-    encoder.no_truncation()
-    encoder.no_padding()
-    return encoder
+class _Encoder:
+    """Encodes text, with control tokens only in trusted spans of it.
+
+    Control tokens are the special tokens, and those others that the chat template writes, such as
+    Qwen's <tool_call>. Here each has a secret spelling, which no text contains. A copy of the
+    tokenizer with the real spellings finds control tokens in the trusted spans; their spellings are
+    replaced by the secret ones, and then the whole text is encoded at once. So the text between two
+    control tokens is encoded as it would be without this border.
+    """
+
+    def __init__(self, tokenizer_json: bytes, token_bytes: TokenBytes, template: str) -> None:
+        try:
+            source = msgspec.json.decode(tokenizer_json)
+            # The file may carry settings from training.
+            source |= {"truncation": None, "padding": None, "post_processor": None}
+            control = {
+                token["content"]
+                for token in source["added_tokens"]
+                if _is_control(token, token_bytes, template)
+            }
+            key = secrets.token_hex(16)
+            self._secret = {spelling: f"<{key}:{i}>" for i, spelling in enumerate(sorted(control))}
+            self._finder = _load(_without_model(source, f"<{key}>"))
+            self._tokenizer = _load(_renamed(source, self._secret))
+        except Exception as error:  # the library raises nothing narrower
+            raise ModelError(f"the model file's tokenizer cannot be read: {error}") from error
+
+    def encode(self, text: str, trusted: Sequence[Span]) -> list[int]:
+        try:
+            hidden = self._hide(text, trusted)
+            # Only the batch methods release the GIL.
+            (encoding,) = self._tokenizer.encode_batch_fast([hidden], add_special_tokens=False)
+        except TypeError as error:  # the only one possible for a str
+            message = "the text is not Unicode: it holds half of a surrogate pair"
+            raise EngineError("invalid_request", message) from error
+        ids: list[int] = encoding.ids
+        return ids
+
+    def _hide(self, text: str, trusted: Sequence[Span]) -> str:
+        """The text with the secret spellings of the control tokens in its trusted spans."""
+        parts, done = [], 0
+        for spelling, start, end in self._find(text, trusted):
+            parts += [text[done:start], self._secret[spelling]]
+            done = end
+        return "".join([*parts, text[done:]])
+
+    def _find(self, text: str, trusted: Sequence[Span]) -> Iterator[tuple[str, int, int]]:
+        """The control tokens in the trusted spans: spelling, start, end."""
+        spans = [text[start:end] for start, end in trusted]
+        for (first, _), found in zip(
+            trusted, self._finder.encode_batch(spans, add_special_tokens=False), strict=True
+        ):
+            for spelling, (start, end) in zip(found.tokens, found.offsets, strict=True):
+                if spelling in self._secret:
+                    yield spelling, first + start, first + end
+
+
+def _is_control(token: Mapping[str, Any], token_bytes: TokenBytes, template: str) -> bool:
+    spelling, id = token["content"], token["id"]
+    if token["special"] or (id < len(token_bytes) and token_bytes.is_special(id)):
+        return True
+    return bool(spelling.strip()) and spelling in template
+
+
+def _without_model(source: Mapping[str, Any], unknown: str) -> dict[str, Any]:
+    """A tokenizer that finds the added tokens of `source`; all other text is `unknown`."""
+    model = {"type": "WordLevel", "vocab": {unknown: 0}, "unk_token": unknown}
+    return {**source, "model": model, "pre_tokenizer": None, "decoder": None}
+
+
+def _renamed(source: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """The tokenizer with the tokens in `names` spelt otherwise. A secret spelling is matched before
+    the text is normalised."""
+    added = [_renamed_token(token, names) for token in source["added_tokens"]]
+    return {**source, "added_tokens": added, "model": _renamed_model(source["model"], names)}
+
+
+def _renamed_token(token: Mapping[str, Any], names: Mapping[str, str]) -> Mapping[str, Any]:
+    if token["content"] not in names:
+        return token
+    return {**token, "content": names[token["content"]], "normalized": False}
+
+
+def _renamed_model(model: Mapping[str, Any], names: Mapping[str, str]) -> Mapping[str, Any]:
+    vocab = model["vocab"]  # ids by piece; in Unigram, pieces with scores in the order of ids
+    is_unigram = isinstance(vocab, list)
+    if names.keys().isdisjoint((piece for piece, _ in vocab) if is_unigram else vocab):
+        return model
+    changed = dict(model)
+    if is_unigram:
+        changed["vocab"] = [(names.get(piece, piece), score) for piece, score in vocab]
+    else:
+        changed["vocab"] = {names.get(piece, piece): id for piece, id in vocab.items()}
+    if (unknown := model.get("unk_token")) is not None:
+        changed["unk_token"] = names.get(unknown, unknown)
+    if "merges" in model:  # those of a control token would make it of its parts
+        pairs = (pair.split(" ", 1) if isinstance(pair, str) else pair for pair in model["merges"])
+        changed["merges"] = [p for p in pairs if names.keys().isdisjoint((*p, "".join(p)))]
+    return changed
+
+
+def _load(source: Mapping[str, Any]) -> Any:
+    return tokenizers.Tokenizer.from_buffer(msgspec.json.encode(source))

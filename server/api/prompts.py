@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from cflow.engine.client.card import ModelCard
 from cflow.engine.client.engine import Engine
 from cflow.engine.text.infill import Infill, find_infill
+from cflow.engine.text.template import Rendered
 from cflow.engine.text.tokenizer import Tokenizer
 from cflow.server.errors import RequestError, shorten
 
@@ -185,12 +186,13 @@ async def render_chat(
     tools: list[dict[str, Any]] | None = None,
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
+    parse_special: bool = False,
     context: int | None = None,
 ) -> Prompt:
     """The prompt of a conversation, rendered by the model's chat template.
 
     options: chat_template_kwargs. continue_final_message: end the prompt with the content of the
-    last message. context: reject a conversation that is far too long before encoding it."""
+    last message. parse_special: text of the messages may spell control tokens. context: reject a conversation that is far too long before encoding it."""
     template = card.template
     if template is None:
         message = "This model has no chat template; use /v1/completions."
@@ -207,12 +209,14 @@ async def render_chat(
         add_generation_prompt=add_generation_prompt,
         **options,
     )
-    text = await asyncio.get_running_loop().run_in_executor(RENDERING, render)
+    rendered = await asyncio.get_running_loop().run_in_executor(RENDERING, render)
     if continue_final_message:
-        text = _up_to_mark(text)
+        rendered = _up_to_mark(rendered)
     if context is not None:
-        _check_size(card.tokenizer, text, context, "messages")
-    return Prompt(tuple(await _apart(text, card.tokenizer.encode)), text=text)
+        _check_size(card.tokenizer, rendered.text, context, "messages")
+    trusted = None if parse_special else rendered.own
+    ids = await _apart(rendered.text, partial(card.tokenizer.encode, trusted=trusted))
+    return Prompt(tuple(ids), text=rendered.text)
 
 
 _MARK = "\ufdd0end of content\ufdd1"  # noncharacters, which no conversation contains
@@ -223,13 +227,13 @@ def _with_mark(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [*messages[:-1], last | {"content": last["content"] + _MARK}]
 
 
-def _up_to_mark(text: str) -> str:
-    if (at := text.rfind(_MARK)) < 0:
+def _up_to_mark(prompt: Rendered) -> Rendered:
+    if (at := prompt.text.rfind(_MARK)) < 0:
         message = (
             "The chat template changes the content of the last message, so it cannot be continued."
         )
         raise RequestError(message, param="continue_final_message")
-    return text[:at]
+    return prompt.until(at)
 
 
 def fit(n_prompt: int, asked: int | None, context: int, *, param: str, cap: bool) -> int:

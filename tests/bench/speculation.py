@@ -57,7 +57,7 @@ def encode(engine: LocalEngine, case: Case) -> list[int]:
     if case.is_chat:
         assert engine.card.template is not None
         messages = [{"role": "user", "content": case.ask}]
-        text = engine.card.template.render(messages, add_generation_prompt=True)
+        text = engine.card.template.render(messages, add_generation_prompt=True).text
     return engine.card.tokenizer.encode(text)
 
 

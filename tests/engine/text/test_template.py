@@ -68,7 +68,7 @@ def test_real_templates_render_as_in_transformers(name: str) -> None:
             for tools in (None, [TOOL]):
                 for prompt in (True, False):
                     expected = oracle(source, messages, tools=tools, add_generation_prompt=prompt)
-                    assert template.render(messages, tools, prompt) == expected
+                    assert template.render(messages, tools, prompt).text == expected
     finally:
         template.close()
 
@@ -88,15 +88,15 @@ FEATURES = [
 def test_what_templates_use_works_as_in_transformers(make: Any, source: str) -> None:
     messages = CONVERSATIONS["turns"]
     expected = oracle(source, messages, bos_token="<s>", add_generation_prompt=True)
-    assert make(source, bos_token="<s>").render(messages) == expected
+    assert make(source, bos_token="<s>").render(messages).text == expected
 
 
 def test_the_date_is_there(make: Any) -> None:
-    assert make("{{ strftime_now('%Y') }}").render(USER) == time.strftime("%Y")
+    assert make("{{ strftime_now('%Y') }}").render(USER).text == time.strftime("%Y")
 
 
 def test_variables_of_the_request_reach_the_template(make: Any) -> None:
-    assert make("{{ enable_thinking }}").render(USER, enable_thinking=False) == "False"
+    assert make("{{ enable_thinking }}").render(USER, enable_thinking=False).text == "False"
 
 
 # ---- what clients send ----
@@ -107,11 +107,11 @@ NULL_CALL = {"id": "c", "function": {"name": "f", "arguments": "{}"}}
 @pytest.mark.parametrize("content", [{"content": None}, {"content": ""}, {}])
 def test_missing_content_is_empty(make: Any, content: Message) -> None:
     message = {"role": "assistant", **content, "tool_calls": [NULL_CALL]}
-    assert make(LOOP).render([message]) == "[assistant:]"
+    assert make(LOOP).render([message]).text == "[assistant:]"
 
 
 def test_a_developer_is_the_system(make: Any) -> None:
-    assert make(LOOP).render([{"role": "developer", "content": "x"}]) == "[system:x]"
+    assert make(LOOP).render([{"role": "developer", "content": "x"}]).text == "[system:x]"
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_call_arguments_are_objects_where_they_can_be(
 ) -> None:
     call = {"function": {"name": "f", "arguments": arguments}}
     template = make("{{ messages[0].tool_calls[0].function.arguments | tojson }}")
-    text = template.render([{"role": "assistant", "tool_calls": [call]}])
+    text = template.render([{"role": "assistant", "tool_calls": [call]}]).text
     assert text == (shown or f'"{arguments}"')
 
 
@@ -154,7 +154,7 @@ def test_content_that_is_no_json_is_refused(make: Any, content: Any) -> None:
     template = make(LOOP)
     with pytest.raises(TemplateError):
         template.render([{"role": "user", "content": content}])
-    assert template.render(USER) == "[user:hi]"
+    assert template.render(USER).text == "[user:hi]"
 
 
 # ---- what hostile files hold ----
@@ -208,17 +208,17 @@ def children() -> set[int]:
 def test_a_process_killed_between_two_jobs_is_started_again(make: Any) -> None:
     before = children()
     template = make(LOOP)
-    assert template.render(USER) == "[user:hi]"
+    assert template.render(USER).text == "[user:hi]"
     (pid,) = children() - before
     os.kill(pid, signal.SIGKILL)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    assert template.render(USER) == "[user:hi]"
+    assert template.render(USER).text == "[user:hi]"
 
 
 def test_a_template_that_lost_its_process_works_again(make: Any) -> None:
     source = "{% if burn %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}"
     template = make(source + "{% endfor %}{% endif %}done")
-    assert template.render(USER) == "done"
+    assert template.render(USER).text == "done"
     with pytest.raises(TemplateError, match="more than"):
         template.render(USER, burn=True)
-    assert template.render(USER) == "done"
+    assert template.render(USER).text == "done"
