@@ -104,7 +104,7 @@ class Renderer:
         try:
             if self._template is None:
                 self._template = environment().from_string(self._source)
-            text = self._template.render(_with_own(job))
+            text = self._template.render(_marked(job))
         except jinja2.TemplateSyntaxError as error:
             return _failed(f"line {error.lineno}: {error.message}")
         except MemoryError:
@@ -117,12 +117,23 @@ class Renderer:
         return Result(str.__str__(text), text.spans())
 
 
-def _with_own(job: Job) -> dict[str, Any]:
-    variables = {name: own(text) for name, text in job.special_tokens.items()} | job.variables
+def _marked(job: Job) -> dict[str, Any]:
+    variables: dict[str, Any] = _foreign(job.variables)
     for message in variables["messages"]:
         if message.get("role") in ROLES:
             message["role"] = own(message["role"])
-    return variables
+    return {name: own(text) for name, text in job.special_tokens.items()} | variables
+
+
+def _foreign(value: Any) -> Any:
+    """The value with Text for str, so that what a template puts into it keeps its marks."""
+    if isinstance(value, str):
+        return Text(value)
+    if isinstance(value, list):
+        return [_foreign(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _foreign(item) for key, item in value.items()}
+    return value
 
 
 def _failed(why: str) -> Result:
