@@ -148,6 +148,8 @@ SERVER_KEYS: dict[str, Reader] = {
     "drain_timeout": read_seconds,
     "access_log": read_bool,
     "moe_top_k": read_count,
+    "special_in_messages": read_bool,
+    "special_in_prompts": read_bool,
     "cors_origins": read_origins,
     "tls_cert": read_path,
     "tls_key": read_path,
@@ -193,6 +195,8 @@ class ServerConfig:
     tls_cert: Path | None = None  # a file in PEM form; None: no TLS
     tls_key: Path | None = None  # None: in the same file
     moe_top_k: int | None = None  # for requests that do not set it; None: the model's number
+    special_in_messages: bool = False  # text of messages may spell special tokens
+    special_in_prompts: bool = True
     otlp_traces_endpoint: str | None = None  # None: as OTEL_* variables say, or no traces
 
 

@@ -41,8 +41,8 @@ def context_of(engine: Engine) -> int:
     return ready.max_context if ready else engine.card.context
 
 
-def _encode(tokenizer: Tokenizer, text: str) -> Prompt:
-    ids = tuple(tokenizer.encode(text))
+def _encode(tokenizer: Tokenizer, text: str, parse_special: bool = True) -> Prompt:
+    ids = tuple(tokenizer.encode(text, trusted=_trusted(parse_special)))
     if not ids:
         if tokenizer.bos_id is None:
             message = "prompt is empty and this model has no token to begin a document with."
@@ -51,7 +51,7 @@ def _encode(tokenizer: Tokenizer, text: str) -> Prompt:
     bos = tokenizer.bos_id
     if bos is None or ids[0] != bos:
         return Prompt(ids)
-    typed = text.encode().startswith(tokenizer.token_bytes(bos))
+    typed = parse_special and text.encode().startswith(tokenizer.token_bytes(bos))
     return Prompt(ids, 0 if typed else 1)
 
 
@@ -61,15 +61,23 @@ async def _apart(text: str, encode: Callable[[str], T]) -> T:
     return await asyncio.get_running_loop().run_in_executor(pool, encode, text)
 
 
-async def encode_text(tokenizer: Tokenizer, text: str) -> Prompt:
+def _trusted(parse_special: bool) -> tuple[()] | None:
+    """Where a text without marks may spell special tokens: everywhere or nowhere."""
+    return None if parse_special else ()
+
+
+async def encode_text(tokenizer: Tokenizer, text: str, *, parse_special: bool = True) -> Prompt:
     if len(text) <= INLINE_CHARS:
-        return _encode(tokenizer, text)
-    return await _apart(text, partial(_encode, tokenizer))
+        return _encode(tokenizer, text, parse_special)
+    return await _apart(text, partial(_encode, tokenizer, parse_special=parse_special))
 
 
-async def encode_plain(tokenizer: Tokenizer, text: str, *, add_bos: bool) -> tuple[int, ...]:
+async def encode_plain(
+    tokenizer: Tokenizer, text: str, *, add_bos: bool, parse_special: bool
+) -> tuple[int, ...]:
     """The ids of a text; () for an empty one."""
-    return tuple(await _apart(text, partial(tokenizer.encode, add_bos=add_bos)))
+    encode = partial(tokenizer.encode, add_bos=add_bos, trusted=_trusted(parse_special))
+    return tuple(await _apart(text, encode))
 
 
 @lru_cache(maxsize=1)
@@ -135,16 +143,19 @@ def _check_count(n_prompts: int, n_choices: int) -> None:
 
 
 async def encode_prompts(
-    tokenizer: Tokenizer, prompt: Any, *, n_choices: int, context: int
+    tokenizer: Tokenizer, prompt: Any, *, n_choices: int, context: int, parse_special: bool = True
 ) -> list[Prompt]:
-    """The prompts of a request. n_choices: choices a prompt. Raises RequestError."""
+    """The prompts of a request. n_choices: choices a prompt. parse_special: text may spell special
+    tokens. Raises RequestError."""
     parts = _split(prompt)
     _check_count(len(parts), n_choices)
     for part in parts:
         if isinstance(part, str):
             _check_size(tokenizer, part, context, "prompt")
     return [
-        await encode_text(tokenizer, part) if isinstance(part, str) else _check_ids(part, tokenizer)
+        await encode_text(tokenizer, part, parse_special=parse_special)
+        if isinstance(part, str)
+        else _check_ids(part, tokenizer)
         for part in parts
     ]
 
@@ -155,9 +166,18 @@ def _infill_of(tokenizer: Tokenizer) -> Infill | None:
 
 
 async def encode_infill(
-    tokenizer: Tokenizer, prompt: Any, suffix: str, *, n_choices: int, context: int
+    tokenizer: Tokenizer,
+    prompt: Any,
+    suffix: str,
+    *,
+    n_choices: int,
+    context: int,
+    parse_special: bool,
 ) -> tuple[list[Prompt], tuple[int, ...]]:
-    """Prompts for the text between each prompt and the suffix, and the tokens that end it."""
+    """Prompts for the text between each prompt and the suffix, and the tokens that end it.
+
+    parse_special: the prompt may spell special tokens; the suffix never does, or it would end itself.
+    """
     infill = _infill_of(tokenizer)
     if infill is None:
         message = "suffix: this model has no tokens for filling in the middle."
@@ -170,10 +190,10 @@ async def encode_infill(
     for part in parts:
         _check_size(tokenizer, part + suffix, context, "prompt")
     begin = tokenizer.encode("")
-    after = await encode_plain(tokenizer, suffix, add_bos=False)
+    after = await encode_plain(tokenizer, suffix, add_bos=False, parse_special=False)
     prompts = []
     for part in parts:
-        before = await encode_plain(tokenizer, part, add_bos=False)
+        before = await encode_plain(tokenizer, part, add_bos=False, parse_special=parse_special)
         prompts.append(Prompt((*begin, *infill.prompt(before, after))))
     return prompts, infill.ends
 
@@ -192,7 +212,7 @@ async def render_chat(
     """The prompt of a conversation, rendered by the model's chat template.
 
     options: chat_template_kwargs. continue_final_message: end the prompt with the content of the
-    last message. parse_special: text of the messages may spell control tokens. context: reject a conversation that is far too long before encoding it."""
+    last message. parse_special: text of the messages may spell special tokens. context: reject a conversation that is far too long before encoding it."""
     template = card.template
     if template is None:
         message = "This model has no chat template; use /v1/completions."

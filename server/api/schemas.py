@@ -101,6 +101,12 @@ class StructuredOutputs(Body):
     grammar: str | None = Field(default=None, description="Lark or GBNF")
 
 
+PARSE_SPECIAL = (
+    "text of the prompt or of messages that spells a special token becomes it; default: the server's "
+    "settings, by default only in prompts"
+)
+
+
 class Sampling(Body):
     """Fields that completions and chats share."""
 
@@ -125,6 +131,7 @@ class Sampling(Body):
     moe_top_k: Annotated[int, Field(ge=1)] | None = Field(
         default=None, description="experts a token uses, at most the model's own number"
     )
+    parse_special: bool | None = Field(default=None, description=PARSE_SPECIAL)
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(
         default=None,
         description="log-probabilities of the prompt's tokens, with this many alternatives; not in streams",
@@ -301,6 +308,7 @@ class TokenizeRequest(Body):
     messages: Messages | None = None
     add_special: bool = Field(default=False, description="with content: add BOS")
     add_special_tokens: bool = Field(default=True, description="with prompt: add BOS")
+    parse_special: bool | None = Field(default=None, description=PARSE_SPECIAL)
     with_pieces: bool = False
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] = Field(default={})

@@ -128,6 +128,16 @@ def serve(
         bool | None,
         typer.Option("--access-log", help="Log a line for each request. Default: off."),
     ] = None,
+    special_in_messages: Annotated[
+        bool | None,
+        typer.Option(
+            help="Whether text of messages may spell special tokens such as <|im_end|>. Default: no."
+        ),
+    ] = None,
+    special_in_prompts: Annotated[
+        bool | None,
+        typer.Option(help="Whether text of raw prompts may. Default: yes."),
+    ] = None,
     moe_top_k: Annotated[
         int | None,
         typer.Option(
@@ -152,6 +162,7 @@ def serve(
         "access_log": access_log, "cors_origins": cors_origins, "tls_cert": tls_cert,
         "tls_key": tls_key, "moe_top_k": moe_top_k,
         "otlp_traces_endpoint": otlp_traces_endpoint,
+        "special_in_messages": special_in_messages, "special_in_prompts": special_in_prompts,
     }  # fmt: skip
     _serve(read_settings(config, flags | engine))
 

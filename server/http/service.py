@@ -13,7 +13,15 @@ from cflow.server.api.admission import check_model, check_priority, check_ready,
 from cflow.server.api.generation import Generation
 from cflow.server.api.prompts import Prompt
 from cflow.server.api.records import AnswerRecord, OnEnd
-from cflow.server.api.schemas import REF, AnyBody, Body, Sampling, ignored_header, parse
+from cflow.server.api.schemas import (
+    REF,
+    AnyBody,
+    Body,
+    Sampling,
+    TokenizeRequest,
+    ignored_header,
+    parse,
+)
 from cflow.server.config import ServerConfig
 from cflow.server.http.auth import ApiKeys
 from cflow.server.http.body import decode_object, read_body
@@ -45,6 +53,13 @@ class Service:
             if ask.moe_top_k is None and self.config.moe_top_k is not None:
                 ask = ask.model_copy(update={"moe_top_k": self.config.moe_top_k})
         return ask, ignored_header(kind, body)
+
+    def may_spell_special(self, ask: Sampling | TokenizeRequest) -> bool:
+        """Whether text of the request's prompt or messages may spell special tokens."""
+        if ask.parse_special is not None:
+            return ask.parse_special
+        is_chat = getattr(ask, "messages", None) is not None
+        return self.config.special_in_messages if is_chat else self.config.special_in_prompts
 
     async def generate(
         self,

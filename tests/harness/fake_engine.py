@@ -26,6 +26,8 @@ from cflow.engine.client.card import ModelCard
 from cflow.engine.client.engine import Engine, GenerateRequest, Status
 from cflow.engine.text.dialect import Dialect
 from cflow.engine.text.grammar import GrammarChecker, Vocabulary
+from cflow.engine.text.template import Rendered
+from cflow.engine.text.tokenizer import Span
 
 BOS, EOS = 256, 257
 SPECIALS = {BOS: b"<s>", EOS: b"</s>"}
@@ -40,13 +42,21 @@ class ByteTokenizer:
         self.specials = SPECIALS | {258 + i: name.encode() for i, name in enumerate(names)}
         self.n_tokens = 258 + len(names)
 
-    def encode(self, text: str, add_bos: bool = True) -> list[int]:
+    def encode(
+        self, text: str, add_bos: bool = True, trusted: Sequence[Span] | None = None
+    ) -> list[int]:
         ids: list[int] = []
-        raw = text.encode()
-        while raw:
-            special = next((id for id, name in self.specials.items() if raw.startswith(name)), None)
-            ids.append(raw[0] if special is None else special)
-            raw = raw[1 if special is None else len(self.specials[special]) :]
+        at = 0
+        for start, end in [(0, len(text))] if trusted is None else trusted:
+            ids += text[at:start].encode()
+            raw = text[start:end].encode()
+            while raw:
+                names = self.specials.items()
+                special = next((id for id, name in names if raw.startswith(name)), None)
+                ids.append(raw[0] if special is None else special)
+                raw = raw[1 if special is None else len(self.specials[special]) :]
+            at = end
+        ids += text[at:].encode()
         if add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids.insert(0, self.bos_id)
         return ids
@@ -82,8 +92,13 @@ class QuickChecker(GrammarChecker):
 GRAMMARS = QuickChecker()
 
 
+def all_own(text: str) -> Rendered:
+    return Rendered(text, [(0, len(text))])
+
+
 class PlainTemplate:
-    """role:content| for each message; raises what a template raises when asked to."""
+    """role:content| for each message; raises what a template raises when asked to. All text of the
+    prompt counts as the template's own."""
 
     def render(
         self,
@@ -91,10 +106,10 @@ class PlainTemplate:
         tools: Any = None,
         add_generation_prompt: bool = True,
         **kwargs: Any,
-    ) -> str:
+    ) -> Rendered:
         text = "".join(f"{m['role']}:{m['content']}|" for m in messages)
         text += "".join(f"{key}={value}|" for key, value in kwargs.items())
-        return text + ("assistant:" if add_generation_prompt else "")
+        return all_own(text + ("assistant:" if add_generation_prompt else ""))
 
 
 @dataclass

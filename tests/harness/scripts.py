@@ -6,7 +6,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from cflow.engine.base.messages import Delta, Progress
-from harness.fake_engine import EOS, Call, Script, deltas_of
+from cflow.engine.text.template import Rendered
+from harness.fake_engine import EOS, Call, Script, all_own, deltas_of
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich"}}\n</tool_call>'
 CALL_2 = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
@@ -31,7 +32,7 @@ class Template:
         self.seen: dict[str, Any] = {}
         self._end = end
 
-    def render(self, messages: list[dict[str, Any]], **variables: Any) -> str:
+    def render(self, messages: list[dict[str, Any]], **variables: Any) -> Rendered:
         self.seen = {"messages": messages} | variables
         text = "|".join(f"{m['role']}:{m['content']}" for m in messages)
-        return text + ("|" + self._end if variables["add_generation_prompt"] else "|end")
+        return all_own(text + ("|" + self._end if variables["add_generation_prompt"] else "|end"))

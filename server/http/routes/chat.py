@@ -164,6 +164,7 @@ async def begin(service: Service, request: Request, ask: ChatRequest) -> Talk:
         tools=calling.shown,
         add_generation_prompt=ask.add_generation_prompt and not ask.continue_final_message,
         continue_final_message=ask.continue_final_message,
+        parse_special=service.may_spell_special(ask),
         context=context_of(service.engine),
     )
     begun = (ask.messages[-1].content or "") if ask.continue_final_message else ""

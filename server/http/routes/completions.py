@@ -45,15 +45,17 @@ def check(ask: CompletionRequest) -> None:
 
 
 async def read_prompts(
-    tokenizer: Tokenizer, ask: CompletionRequest, context: int
+    tokenizer: Tokenizer, ask: CompletionRequest, context: int, parse_special: bool
 ) -> tuple[list[Prompt], tuple[int, ...]]:
     """The prompts, and tokens that end their answers in addition to the model's own."""
-    n_choices = ask.best_of or ask.n
+    how: Any = {
+        "n_choices": ask.best_of or ask.n,
+        "context": context,
+        "parse_special": parse_special,
+    }
     if ask.suffix:
-        return await encode_infill(
-            tokenizer, ask.prompt, ask.suffix, n_choices=n_choices, context=context
-        )
-    return await encode_prompts(tokenizer, ask.prompt, n_choices=n_choices, context=context), ()
+        return await encode_infill(tokenizer, ask.prompt, ask.suffix, **how)
+    return await encode_prompts(tokenizer, ask.prompt, **how), ()
 
 
 def plan_sampling(
@@ -184,7 +186,9 @@ async def create_completion(request: Request) -> Response:
     check(ask)
     tokenizer = service.engine.card.tokenizer
     n_sampled = ask.best_of or ask.n
-    prompts, ends = await read_prompts(tokenizer, ask, context_of(service.engine))
+    prompts, ends = await read_prompts(
+        tokenizer, ask, context_of(service.engine), service.may_spell_special(ask)
+    )
     grammar = await grammar_of(ask, service.engine.card.grammars)
     sampling = [plan_sampling(service, ask, prompt, ends, grammar) for prompt in prompts]
     model = service.engine.card.name

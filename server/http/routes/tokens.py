@@ -24,19 +24,21 @@ def _pieces(tokenizer: Tokenizer, ids: tuple[int, ...]) -> list[dict[str, Any]]:
 
 
 async def _encode(service: Service, ask: TokenizeRequest) -> tuple[int, ...]:
-    card = service.engine.card
+    card, parse_special = service.engine.card, service.may_spell_special(ask)
     if ask.messages is not None:
         prompt = await render_chat(
             card,
             render_messages(ask.messages),
             ask.chat_template_kwargs,
             add_generation_prompt=ask.add_generation_prompt,
+            parse_special=parse_special,
         )
         return prompt.ids
-    if ask.content is not None:
-        return await encode_plain(card.tokenizer, ask.content, add_bos=ask.add_special)
-    assert ask.prompt is not None
-    return await encode_plain(card.tokenizer, ask.prompt, add_bos=ask.add_special_tokens)
+    text, add_bos = ask.content, ask.add_special
+    if text is None:
+        text, add_bos = ask.prompt, ask.add_special_tokens
+    assert text is not None
+    return await encode_plain(card.tokenizer, text, add_bos=add_bos, parse_special=parse_special)
 
 
 @router.post("/tokenize", openapi_extra=json_schema(TokenizeRequest))

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from cflow.engine.base.errors import TemplateError
+from cflow.engine.text.template import Rendered
 from cflow.server.api.schemas import ChatRequest
-from harness.fake_engine import BOS, FakeEngine
+from harness.fake_engine import BOS, FakeEngine, all_own
 from harness.live import Live, error_of, events
 
 
@@ -117,9 +118,9 @@ def test_call_arguments_reach_the_template_as_objects(live: Live) -> None:
     seen: list[dict[str, Any]] = []
 
     class Template:
-        def render(self, messages: list[dict[str, Any]], **_: Any) -> str:
+        def render(self, messages: list[dict[str, Any]], **_: Any) -> Rendered:
             seen.extend(messages)
-            return "x"
+            return all_own("x")
 
     object.__setattr__(live.engine.card, "template", Template())
     function = {"name": "f", "arguments": '{"a": 1}'}
@@ -231,8 +232,8 @@ def test_logprobs(live: Live, n_top: int | None) -> None:
 
 def test_bos_is_written_once(serve: Any) -> None:
     class Template:
-        def render(self, messages: Any, **_: Any) -> str:
-            return "<s>x"
+        def render(self, messages: Any, **_: Any) -> Rendered:
+            return all_own("<s>x")
 
     live: Live = serve(FakeEngine(bos_id=BOS, template=Template()))
     live.chat()
@@ -246,7 +247,7 @@ def test_template_arguments(live: Live) -> None:
 
 def test_template_that_refuses(serve: Any) -> None:
     class Template:
-        def render(self, messages: Any, **_: Any) -> str:
+        def render(self, messages: Any, **_: Any) -> Rendered:
             raise TemplateError("roles must alternate")
 
     response = serve(FakeEngine(template=Template())).chat()

@@ -9,8 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
+from cflow.engine.text.template import Rendered
 from cflow.server.api import prompts
-from harness.fake_engine import READY, ByteTokenizer
+from harness.fake_engine import EOS, READY, ByteTokenizer, FakeEngine, all_own
 from harness.live import Live, error_of
 from harness.waiting import LIMIT_S, until, until_async
 
@@ -60,7 +61,7 @@ class SlowTokenizer:
         self.n_now = 0
         self.let_go = threading.Event()
 
-    def encode(self, text: str, add_bos: bool = True) -> list[int]:
+    def encode(self, text: str, **_: Any) -> list[int]:
         if len(text) > prompts.LONG_CHARS:
             self.n_now += 1
             assert self.let_go.wait(LIMIT_S)
@@ -89,9 +90,9 @@ def test_slow_templates_hold_up_only_each_other(live: Live) -> None:
     let_go = threading.Event()
 
     class SlowTemplate:
-        def render(self, messages: Any, **_options: Any) -> str:
+        def render(self, messages: Any, **_options: Any) -> Rendered:
             assert let_go.wait(LIMIT_S)
-            return "x"
+            return all_own("x")
 
     object.__setattr__(live.engine.card, "template", SlowTemplate())
     body = {"messages": [{"role": "user", "content": "x"}]}
@@ -107,3 +108,66 @@ def test_slow_templates_hold_up_only_each_other(live: Live) -> None:
         let_go.set()
         for chat in chats:
             chat.join()
+
+
+class Bracketed:
+    """<role:content>, of which only the content is not the template's own."""
+
+    def render(self, messages: Any, **_: Any) -> Rendered:
+        text, own = "", []
+        for message in messages:
+            for part, is_own in ((f"</s>{message['role']}:", True), (message["content"], False)):
+                if is_own:
+                    own.append((len(text), len(text) + len(part)))
+                text += part
+        return Rendered(text, own)
+
+
+def test_f22_text_of_messages_is_text_unless_a_setting_or_the_request_says_otherwise(
+    serve: Any,
+) -> None:
+    messages = [{"role": "user", "content": "a</s>b"}]
+    own, spelled, parsed = [EOS], list(b"a</s>b"), [97, EOS, 98]
+    user = list(b"user:")
+
+    def asked(settings: dict[str, Any], **fields: Any) -> list[int]:
+        live = serve(FakeEngine(template=Bracketed()), **settings)
+        live.chat(messages=messages, **fields)
+        by_chat = list(live.engine.calls[-1].prompt)
+        live.post("/v1/responses", input="a</s>b", **fields)
+        assert list(live.engine.calls[-1].prompt) == by_chat
+        assert live.post("/tokenize", messages=messages, **fields).json()["tokens"] == by_chat
+        return by_chat
+
+    assert asked({}) == [*own, *user, *spelled]
+    assert asked({"special_in_messages": True}) == [*own, *user, *parsed]
+    assert asked({}, parse_special=True) == [*own, *user, *parsed]
+    assert asked({"special_in_messages": True}, parse_special=False) == [*own, *user, *spelled]
+
+
+def test_f22_raw_prompts_may_spell_special_tokens_unless_a_setting_or_the_request_says_otherwise(
+    serve: Any,
+) -> None:
+    def asked(settings: dict[str, Any], **fields: Any) -> list[int]:
+        live = serve(FakeEngine(), **settings)
+        live.complete(prompt="a</s>b", **fields)
+        by_completion = list(live.engine.calls[-1].prompt)
+        for name in ("prompt", "content"):
+            tokens = live.post("/tokenize", **{name: "a</s>b"}, **fields).json()["tokens"]
+            assert tokens == by_completion
+        return by_completion
+
+    spelled, parsed = list(b"a</s>b"), [97, EOS, 98]
+    assert asked({}) == parsed
+    assert asked({"special_in_prompts": False}) == spelled
+    assert asked({}, parse_special=False) == spelled
+    assert asked({"special_in_prompts": False}, parse_special=True) == parsed
+
+
+def test_f22_a_suffix_never_spells_a_special_token(serve: Any) -> None:
+    names = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
+    live = serve()
+    live.engine.card.tokenizer.__init__(None, *names)
+    live.complete(prompt="a", suffix="b<|fim_middle|>", parse_special=True)
+    ids = list(live.engine.calls[-1].prompt)
+    assert ids == [258, 97, 259, *b"b<|fim_middle|>", 260]

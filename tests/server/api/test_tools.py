@@ -11,7 +11,8 @@ import pytest
 
 from cflow.engine.text.dialect import HERMES, LLAMA, MISTRAL, MISTRAL_NAMED, QWEN_CODER, Dialect
 from cflow.engine.text.grammar import Vocabulary
-from harness.fake_engine import EOS, ByteTokenizer, FakeEngine
+from cflow.engine.text.template import Rendered
+from harness.fake_engine import EOS, ByteTokenizer, FakeEngine, all_own
 from harness.live import Live, error_of, events
 from harness.scripts import CALL, CALL_2, Template, say
 
@@ -347,8 +348,8 @@ def test_a_turn_that_ends_with_calls_cannot_go_on(tell: Any) -> None:
 
 def test_a_template_that_hides_the_last_message_cannot_go_on(serve: Serve) -> None:
     class Silent:
-        def render(self, messages: Any, **_: Any) -> str:
-            return "x"
+        def render(self, messages: Any, **_: Any) -> Rendered:
+            return all_own("x")
 
     response = serve(FakeEngine(template=Silent())).chat(continue_final_message=True)
     assert error_of(response)["param"] == "continue_final_message"
