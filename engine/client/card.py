@@ -30,6 +30,7 @@ class ModelCard:
     path: str
     digest: str  # of the file
     context: int  # positions of a sequence; the worker may have to lower it
+    trained_context: int  # the model's own limit
     n_params: int
     created: int
     metadata: dict[str, Any]
@@ -59,6 +60,7 @@ def read_card(config: EngineConfig) -> ModelCard:
         path=config.model,
         digest=header.digest,
         context=config.check_context(header.context),
+        trained_context=header.context,
         n_params=n_params if isinstance(n_params, int) else 0,
         created=header.created,
         metadata=metadata,

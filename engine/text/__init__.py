@@ -8,6 +8,8 @@ model. Imports: base.
     detokenizer      token ids to text, one at a time
     template         chat messages to a prompt
     renderer         the jail in which templates run
+    provenance       which characters of a prompt the template wrote
+    arguments        arguments of calls that a conversation carries back
     infill           a prompt to fill the middle of a text
     dialect          how a model writes calls and reasoning; a grammar of whole answers
     tagged_call      the calls that Qwen3-Coder writes: parser and grammar

@@ -7,11 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import jinja2
+
 from cflow.engine.text import tagged_call
 from cflow.engine.text.grammar import combine, from_json_schema
 from cflow.engine.text.tokenizer import Tokenizer
 
 THINK, THOUGHT = "<think>", "</think>"
+# Variables by which templates switch reasoning: its effort, and whether there is any.
+SWITCHES = ("reasoning_effort", "enable_thinking", "thinking")
 
 # Whether an answer starts with reasoning. maybe: if the model writes THINK; begun: the prompt ends
 # with THINK; within: the prompt ends in the middle of the reasoning.
@@ -81,14 +85,23 @@ class Dialect:
     """What a model writes besides content.
 
     calls: None if the template takes no tools, or has its calls in a syntax that is not supported.
+    switches: which of SWITCHES the template reads.
     """
 
     calls: CallSyntax | None = None
     thinks: bool = False
+    switches: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, template: str) -> Dialect:
-        return cls(_syntax(template), THOUGHT in template)
+        return cls(_syntax(template), THOUGHT in template, _variables(template) & {*SWITCHES})
+
+    def effort(self, effort: str | None) -> dict[str, Any]:
+        """The template's variables for a reasoning effort; "none" means not to think."""
+        if effort is None:
+            return {}
+        values = {"reasoning_effort": effort} | dict.fromkeys(SWITCHES[1:], effort != "none")
+        return {name: values[name] for name in SWITCHES if name in self.switches}
 
     def thinking(self, prompt: str, begun: str = "") -> Thinking:
         """Whether an answer to this prompt starts with reasoning.
@@ -114,6 +127,20 @@ class Dialect:
             for mark, ids in encoded.items()
             if len(ids) == 1 and tokenizer.is_special(ids[0])
         }
+
+
+def _variables(template: str) -> frozenset[str]:
+    """The names that a template reads or sets, attributes left out; none if it is not a template."""
+    try:
+        tokens = [t for t in jinja2.Environment().lex(template) if t[1] != "whitespace"]
+    except jinja2.TemplateSyntaxError:
+        return frozenset()
+    before = [(0, "", ""), *tokens]
+    return frozenset(
+        text
+        for (_, kind, text), (_, _, last) in zip(tokens, before, strict=False)
+        if kind == "name" and last != "."
+    )
 
 
 def _syntax(template: str) -> CallSyntax | None:

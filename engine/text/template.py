@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import msgspec
 
 from cflow.engine.base.errors import TemplateError
+from cflow.engine.text.arguments import arguments_object
 from cflow.engine.text.jail import Jail
 from cflow.engine.text.renderer import TIME_S, Job, Result
 from cflow.engine.text.tokenizer import Span
@@ -90,15 +90,5 @@ def _normalise(message: Mapping[str, Any]) -> dict[str, Any]:
 def _normalise_call(call: Mapping[str, Any]) -> dict[str, Any]:
     function = dict(call.get("function") or {})
     arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        function["arguments"] = _parse_object(arguments)
+    function["arguments"] = arguments_object(arguments)
     return {**call, "function": function}
-
-
-def _parse_object(text: str) -> dict[str, Any] | str:
-    """A call's arguments; unchanged if they are not a JSON object, as a model may have written them."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-    return value if isinstance(value, dict) else text

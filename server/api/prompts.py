@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, TypeVar
 
+from cflow.engine.base.errors import TemplateError
 from cflow.engine.client.card import ModelCard
 from cflow.engine.client.engine import Engine
 from cflow.engine.text.infill import Infill, find_infill
-from cflow.engine.text.template import Rendered
+from cflow.engine.text.template import ChatTemplate, Rendered
 from cflow.engine.text.tokenizer import Tokenizer
 from cflow.server.errors import RequestError, shorten
 
@@ -223,7 +225,8 @@ async def render_chat(
         raise RequestError(message, param="chat_template_kwargs")
 
     render = partial(
-        template.render,
+        _render,
+        template,
         _with_mark(messages) if continue_final_message else messages,
         tools=tools,
         add_generation_prompt=add_generation_prompt,
@@ -237,6 +240,51 @@ async def render_chat(
     trusted = None if parse_special else rendered.own
     ids = await _apart(rendered.text, partial(card.tokenizer.encode, trusted=trusted))
     return Prompt(tuple(ids), text=rendered.text)
+
+
+def _render(template: ChatTemplate, messages: list[dict[str, Any]], **variables: Any) -> Rendered:
+    """Render a conversation as it is, else with its system messages where the template takes them."""
+    try:
+        return template.render(messages, **variables)
+    except TemplateError as error:
+        for turns in _placements(messages):
+            with suppress(TemplateError):
+                return template.render(turns, **variables)
+        raise RequestError(str(error), code=error.code, param="messages") from None
+
+
+def _placements(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """The conversation for templates that take system messages only at its start, only one, or none:
+    the leading ones as one, later ones at the beginning of the next user's turn, then all there."""
+    n = next((i for i, turn in enumerate(messages) if turn["role"] != "system"), len(messages))
+    first, rest = messages[:n], messages[n:]
+    merged = [{"role": "system", "content": "\n\n".join(turn["content"] for turn in first)}][
+        : len(first)
+    ]
+    has_later = any(turn["role"] == "system" for turn in rest)
+    if n > 1:
+        yield [*merged, *rest]
+    if has_later:
+        yield [*merged, *_folded(rest)]
+    if n:
+        yield _folded([*merged, *rest])
+
+
+def _folded(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The conversation with the text of system messages in turns of users."""
+    turns: list[dict[str, Any]] = []
+    waiting: list[str] = []
+    for turn in messages:
+        if turn["role"] == "system":
+            waiting.append(turn["content"])
+        elif turn["role"] == "user" and waiting:
+            turns.append(turn | {"content": "\n\n".join([*waiting, turn["content"]])})
+            waiting = []
+        else:
+            turns.append(turn)
+    if waiting:
+        turns.append({"role": "user", "content": "\n\n".join(waiting)})
+    return turns
 
 
 _MARK = "\ufdd0end of content\ufdd1"  # noncharacters, which no conversation contains

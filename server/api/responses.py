@@ -19,6 +19,7 @@ NAMES = {
     "max_completion_tokens": "max_output_tokens",
     "response_format.json_schema": "text.format",
     "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
 }
 
 
@@ -33,6 +34,7 @@ def to_chat(ask: ResponsesRequest, turns: list[dict[str, Any]]) -> ChatRequest:
         "tool_choice": _read_choice(ask.tool_choice),
         "parallel_tool_calls": ask.parallel_tool_calls,
         "chat_template_kwargs": ask.chat_template_kwargs,
+        "reasoning_effort": ask.reasoning_effort,
         "max_completion_tokens": ask.max_output_tokens,
         "response_format": _read_format(ask),
     }

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from itertools import islice
+from collections.abc import Iterable
+from itertools import chain, islice
 from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import quote
 
-import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from cflow.engine.text.arguments import arguments_object
 from cflow.server.errors import RequestError, shorten
 
 MAX_STOPS = 16
@@ -196,8 +197,6 @@ def _join_parts(value: object) -> object:
         if not isinstance(part.get("text"), str):
             raise _fault("a text part needs a string 'text'")
         texts.append(part["text"])
-    if not texts:
-        raise _fault("content is an empty list")
     return "".join(texts)
 
 
@@ -226,8 +225,11 @@ Messages = Annotated[
 Text = Annotated[str, Field(max_length=MAX_TEXT)]
 
 
+TOOL_NAME = r"^[a-zA-Z0-9_.:/-]{1,128}$"
+
+
 class Function(Body):
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    name: Annotated[str, Field(pattern=TOOL_NAME)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = Field(default=None, description="changes nothing")
@@ -241,6 +243,9 @@ class Tool(Body):
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
 class ChatRequest(Sampling):
     """POST /v1/chat/completions."""
 
@@ -249,6 +254,10 @@ class ChatRequest(Sampling):
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     chat_template_kwargs: dict[str, Any] = Field(default={})
+    reasoning_effort: Effort | None = Field(
+        default=None,
+        description="none switches thinking off, anything else on, where the model can",
+    )
     add_generation_prompt: bool = True
     continue_final_message: bool = Field(
         default=False, description="the answer goes on where the last message ends"
@@ -274,6 +283,14 @@ def _is_input(value: object) -> object:
     return value
 
 
+class Reasoning(Body):
+    effort: Effort | None = None
+
+    # Clients send these; they have no effect here.
+    summary: Any = None
+    generate_summary: Any = None
+
+
 class ResponsesRequest(Sampling):
     """POST /v1/responses, without stored responses."""
 
@@ -294,8 +311,13 @@ class ResponsesRequest(Sampling):
     background: Any = None
     prompt: Any = None
 
+    reasoning: Reasoning | None = None
+
+    @property
+    def reasoning_effort(self) -> Effort | None:
+        return self.reasoning.effort if self.reasoning else None
+
     # Clients send these; they have no effect here.
-    reasoning: Any = None
     truncation: Any = None
 
 
@@ -369,10 +391,14 @@ def parse(kind: type[AnyBody], body: dict[str, Any]) -> AnyBody:
         raise _explain(error.errors(include_url=False)[0]) from None
 
 
-def ignored_header(kind: type[Body], body: dict[str, Any]) -> dict[str, str]:
-    """A header that tells the client which fields were unknown: {"x-cflow-ignored-params": "a,b"}."""
-    unknown = (quote(name[:64], safe="") for name in body if name not in kind.model_fields)
-    names = ",".join(islice(unknown, 20))
+def ignored_header(
+    kind: type[Body], body: dict[str, Any], ignored: Iterable[str] = ()
+) -> dict[str, str]:
+    """A header that tells the client which fields have no effect: {"x-cflow-ignored-params": "a,b"}.
+
+    ignored: known fields among them."""
+    unknown = (name for name in body if name not in kind.model_fields)
+    names = ",".join(quote(name[:64], safe="") for name in islice(chain(ignored, unknown), 20))
     return {"x-cflow-ignored-params": names} if names else {}
 
 
@@ -394,20 +420,11 @@ def _render_message(index: int, message: Message) -> dict[str, Any]:
     if message.reasoning_content is not None:
         out["reasoning_content"] = message.reasoning_content
     if message.tool_calls:
-        where = f"messages[{index}].tool_calls"
-        out["tool_calls"] = [_render_call(where, call) for call in message.tool_calls]
+        out["tool_calls"] = [_render_call(call) for call in message.tool_calls]
     return out
 
 
-def _render_call(where: str, call: ToolCall) -> dict[str, Any]:
-    """A call as chat templates expect it: arguments as an object, since templates print them with
-    tojson. Arguments that are not valid JSON, as of a call that was cut off, stay text."""
-    try:
-        arguments = msgspec.json.decode(call.function.arguments or "{}")
-    except msgspec.MsgspecError:
-        arguments = call.function.arguments
-    except RecursionError:
-        message = f"{where}: arguments of {shorten(call.function.name)} are nested too deeply."
-        raise RequestError(message, param=where) from None
+def _render_call(call: ToolCall) -> dict[str, Any]:
+    arguments = arguments_object(call.function.arguments)
     function = {"name": call.function.name, "arguments": arguments}
     return {"id": call.id, "type": "function", "function": function}

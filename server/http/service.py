@@ -52,7 +52,14 @@ class Service:
                 check_priority(ask.priority)
             if ask.moe_top_k is None and self.config.moe_top_k is not None:
                 ask = ask.model_copy(update={"moe_top_k": self.config.moe_top_k})
-        return ask, ignored_header(kind, body)
+        return ask, ignored_header(kind, body, self._without_effect(ask))
+
+    def _without_effect(self, ask: Body) -> list[str]:
+        """The fields that cannot have an effect on this model."""
+        has_effort = getattr(ask, "reasoning_effort", None) is not None
+        if not has_effort or self.engine.card.dialect.switches:
+            return []
+        return ["reasoning_effort" if "reasoning_effort" in type(ask).model_fields else "reasoning"]
 
     def may_spell_special(self, ask: Sampling | TokenizeRequest) -> bool:
         """Whether text of the request's prompt or messages may spell special tokens."""

@@ -242,6 +242,7 @@ class FakeEngine:
             path="fake.cflow",
             digest="",
             context=4 * self.context,
+            trained_context=8 * self.context,
             n_params=12,
             created=1_700_000_000,
             metadata={"generation": self.generation},

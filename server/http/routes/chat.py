@@ -96,7 +96,7 @@ def _pieces(service: Service, ask: ChatRequest, delta: Delta, reply: Reply) -> I
     if delta.tokens and ask.return_token_ids:
         more = {"token_ids": delta.tokens}
     if (logprobs or more) and not pieces:
-        pieces = [{"content": ""}]
+        pieces = [{}]
     for piece in pieces:
         if logprobs is None and not more and (text := piece.get("content")) is not None:
             head = b'{"index":%d,"delta":{"content":' % delta.choice
@@ -109,7 +109,7 @@ def _pieces(service: Service, ask: ChatRequest, delta: Delta, reply: Reply) -> I
 async def stream(service: Service, ask: ChatRequest, talk: Talk, chunks: Chunks) -> Events:
     """Chunks: a role chunk a choice, deltas, a finish chunk a choice, and usage if requested."""
     prompt, _, generation, replies = talk
-    first = {"role": "assistant", "content": ""}
+    first = {"role": "assistant"}
     ids: dict[str, Any] = {"prompt_token_ids": prompt.ids} if ask.return_token_ids else {}
     yield b"".join(chunks.chunk(_choice(i, first, None), **ids) for i in range(ask.n))
     async for _, delta in generation.events():
@@ -160,7 +160,7 @@ async def begin(service: Service, request: Request, ask: ChatRequest) -> Talk:
     prompt = await render_chat(
         card,
         render_messages(ask.messages),
-        ask.chat_template_kwargs,
+        card.dialect.effort(ask.reasoning_effort) | ask.chat_template_kwargs,
         tools=calling.shown,
         add_generation_prompt=ask.add_generation_prompt and not ask.continue_final_message,
         continue_final_message=ask.continue_final_message,

@@ -26,9 +26,10 @@ def describe(service: Service) -> dict[str, Any]:
         "parent": None,
         "permission": [],
         "max_model_len": context,
+        "context_length": context,
         "meta": {
             "n_ctx": context,
-            "n_ctx_train": card.context,
+            "n_ctx_train": card.trained_context,
             "n_params": card.n_params,
             "n_vocab": card.vocab_size,
         },

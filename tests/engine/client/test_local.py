@@ -51,6 +51,7 @@ CARD = ModelCard(
     path="toy",
     digest="",
     context=1024,
+    trained_context=1024,
     n_params=0,
     created=0,
     metadata={},

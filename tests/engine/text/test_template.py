@@ -116,15 +116,20 @@ def test_a_developer_is_the_system(make: Any) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "shown"),
-    [('{"a": 1}', '{"a": 1}'), ('{"a": ', '"{\\"a\\": "'), ("7", '"7"'), ("[" * 99999, None)],
+    [
+        ('{"a": 1}', '{"a": 1}'),
+        ('{"a": ', '{"arguments": "{\\"a\\": "}'),
+        ("7", '{"arguments": 7}'),
+        ("null", "{}"),
+        ("", "{}"),
+        ("[" * 99999, None),
+    ],
 )
-def test_call_arguments_are_objects_where_they_can_be(
-    make: Any, arguments: str, shown: str | None
-) -> None:
+def test_f12_call_arguments_are_objects(make: Any, arguments: str, shown: str | None) -> None:
     call = {"function": {"name": "f", "arguments": arguments}}
     template = make("{{ messages[0].tool_calls[0].function.arguments | tojson }}")
     text = template.render([{"role": "assistant", "tool_calls": [call]}]).text
-    assert text == (shown or f'"{arguments}"')
+    assert text == (shown or f'{{"arguments": "{arguments}"}}')
 
 
 def test_what_the_template_refuses_is_said(make: Any) -> None:

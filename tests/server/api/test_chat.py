@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from cflow.engine.base.errors import TemplateError
+from cflow.engine.text.dialect import Dialect
 from cflow.engine.text.template import Rendered
 from cflow.server.api.schemas import ChatRequest
 from harness.fake_engine import BOS, FakeEngine, all_own
@@ -43,7 +44,7 @@ def test_answer(live: Live) -> None:
 def test_stream_begins_with_the_role_and_ends_with_the_reason(live: Live) -> None:
     chunks = events(live.chat(messages=user("é"), stream=True, max_tokens=8))
     deltas = [c["choices"][0]["delta"] for c in chunks]
-    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert deltas[0] == {"role": "assistant"}
     assert deltas[-1] == {}
     assert "".join(d.get("content", "") for d in deltas) == "USER:é|"[:8]
     assert [c["choices"][0]["finish_reason"] for c in chunks] == [None] * (len(chunks) - 1) + [
@@ -82,7 +83,6 @@ def test_text_parts_are_joined_in_order(live: Live, role: str) -> None:
     [
         ([{"type": "image_url", "image_url": {"url": "x"}}], "image_url"),
         ([{"type": "input_text", "text": "x"}], "input_text"),
-        ([], "empty"),
         ([None], "None"),
         ([{"type": "text"}], "text"),
         (["x"], "None"),
@@ -128,7 +128,7 @@ def test_call_arguments_reach_the_template_as_objects(live: Live) -> None:
     assert seen[0]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
     function["arguments"] = '{"a": '  # as an answer that was cut off has it
     live.chat(messages=[{"role": "assistant", "tool_calls": [{"id": "1", "function": function}]}])
-    assert seen[1]["tool_calls"][0]["function"]["arguments"] == '{"a": '
+    assert seen[1]["tool_calls"][0]["function"]["arguments"] == {"arguments": '{"a": '}
 
 
 @pytest.mark.parametrize("role", ["system", "user", "tool"])
@@ -259,3 +259,106 @@ def test_model_without_a_template(serve: Any) -> None:
     error = error_of(serve(FakeEngine(template=None)).chat())
     assert error["code"] == "no_chat_template"
     assert "/v1/completions" in error["message"]
+
+
+def test_f11_an_empty_list_of_parts_is_empty_content(live: Live) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    for more in ({}, {"tool_calls": [call]}):
+        turns = [*user("q"), {"role": "assistant", "content": [], **more}, *user([])]
+        assert prompt_of(live, turns) == "user:q|assistant:|user:|assistant:"
+
+
+class Strict:
+    """Takes system messages as `allowed` says: a function of the roles."""
+
+    def __init__(self, allowed: Any) -> None:
+        self.allowed = allowed
+
+    def render(self, messages: list[dict[str, Any]], **_: Any) -> Rendered:
+        if not self.allowed("".join(m["role"][0] for m in messages)):
+            raise TemplateError("the order of roles is not supported")
+        return all_own("".join(f"{m['role']}:{m['content']}|" for m in messages))
+
+
+@pytest.mark.parametrize(
+    ("allowed", "roles", "expected"),
+    [
+        (lambda roles: True, "ssusu", "system:0|system:1|user:2|system:3|user:4|"),
+        (lambda roles: "ss" not in roles, "ssusu", "system:0\n\n1|user:2|system:3|user:4|"),
+        (lambda roles: "s" not in roles[1:], "ssusu", "system:0\n\n1|user:2|user:3\n\n4|"),
+        (lambda roles: "s" not in roles[1:], "suas", "system:0|user:1|assistant:2|user:3|"),
+        (lambda roles: "s" not in roles, "ssua", "user:0\n\n1\n\n2|assistant:3|"),
+        (lambda roles: "s" not in roles, "usu", "user:0|user:1\n\n2|"),
+    ],
+)
+def test_f13_system_messages_go_where_the_template_takes_them(
+    serve: Any, allowed: Any, roles: str, expected: str
+) -> None:
+    names = {"s": "system", "u": "user", "a": "assistant"}
+    turns = [{"role": names[role], "content": str(i)} for i, role in enumerate(roles)]
+    live: Live = serve(FakeEngine(template=Strict(allowed)))
+    assert prompt_of(live, turns) == expected
+
+
+def test_f13_instructions_and_a_developer_item_are_one_system_message(serve: Any) -> None:
+    live: Live = serve(FakeEngine(template=Strict(lambda roles: "s" not in roles[1:])))
+    items = [{"role": "developer", "content": "b"}, {"role": "user", "content": "c"}]
+    live.post("/v1/responses", instructions="a", input=items)
+    assert bytes(live.engine.calls[-1].prompt) == b"system:a\n\nb|user:c|"
+
+
+def test_f13_a_refusal_names_the_messages(serve: Any) -> None:
+    live: Live = serve(FakeEngine(template=Strict(lambda roles: False)))
+    error = error_of(live.chat(messages=user("q")))
+    assert (error["code"], error["param"]) == ("template_error", "messages")
+    assert error_of(live.post("/v1/responses", input="q"))["param"] == "input"
+
+
+@pytest.mark.parametrize(
+    ("template", "effort", "expected"),
+    [
+        ("{% if enable_thinking %}", "none", {"enable_thinking": False}),
+        ("{% if enable_thinking %}", "low", {"enable_thinking": True}),
+        ("{{ 'x' if thinking }}", "none", {"thinking": False}),
+        ("{{ reasoning_effort }}", "high", {"reasoning_effort": "high"}),
+        (
+            "{{ reasoning_effort if enable_thinking }}",
+            "none",
+            {"reasoning_effort": "none", "enable_thinking": False},
+        ),
+        ("{{ message.thinking }} thinking {{ 'thinking' }}", "none", None),
+    ],
+)
+def test_f14_effort_reaches_the_template(
+    serve: Any, template: str, effort: str, expected: dict[str, Any] | None
+) -> None:
+    live: Live = serve(FakeEngine(dialect=Dialect.of(template)))
+    shown = "".join(f"{key}={value}|" for key, value in (expected or {}).items())
+    for path, fields in (
+        ("/v1/chat/completions", {"messages": user("q"), "reasoning_effort": effort}),
+        ("/v1/responses", {"input": "q", "reasoning": {"effort": effort}}),
+    ):
+        response = live.post(path, **fields)
+        assert bytes(live.engine.calls[-1].prompt).decode() == f"user:q|{shown}assistant:"
+        ignored = response.headers.get("x-cflow-ignored-params")
+        assert ignored == (None if expected else list(fields)[-1])
+
+
+def test_f14_the_template_s_own_arguments_win(serve: Any) -> None:
+    live: Live = serve(FakeEngine(dialect=Dialect.of("{% if enable_thinking %}")))
+    given = {"chat_template_kwargs": {"enable_thinking": True}, "reasoning_effort": "none"}
+    assert "enable_thinking=True|" in prompt_of(live, user("q"), **given)
+
+
+def test_f14_an_unknown_effort_is_refused(live: Live) -> None:
+    error = error_of(live.chat(messages=user("q"), reasoning_effort="lots"))
+    assert error["param"] == "reasoning_effort"
+    error = error_of(live.post("/v1/responses", input="q", reasoning={"effort": "lots"}))
+    assert error["param"] == "reasoning.effort"
+
+
+def test_f27_content_comes_with_the_first_text(live: Live) -> None:
+    chunks = events(live.chat(messages=user("q"), stream=True, max_tokens=2))
+    deltas = [c["choices"][0]["delta"] for c in chunks]
+    assert deltas[0] == {"role": "assistant"}
+    assert all(delta["content"] for delta in deltas[1:-1])

@@ -365,3 +365,21 @@ def test_arguments_are_streamed_in_pieces(tell: Any) -> None:
     assert pieces[0] == ""
     assert len(pieces) > 10
     assert json.loads("".join(pieces)) == {"city": "Zürich"}
+
+
+@pytest.mark.parametrize(
+    ("name", "is_taken"),
+    [("mcp__a/b.c:d-e", True), ("x" * 128, True), ("x" * 129, False), ("a b", False), ("", False)],
+)
+def test_f15_names_of_tools(tell: Any, name: str, is_taken: bool) -> None:
+    live = tell(CALL.replace("get_weather", name))
+    tool = {
+        "type": "function",
+        "function": {"name": name, "parameters": WEATHER["function"]["parameters"]},
+    }
+    response = live.chat(tools=[tool])
+    if is_taken:
+        (call,) = response.json()["choices"][0]["message"]["tool_calls"]
+        assert call["function"]["name"] == name
+    else:
+        assert error_of(response)["param"] == "tools[0].function.name"

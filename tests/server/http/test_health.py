@@ -122,7 +122,8 @@ def test_models(live: Live) -> None:
     model = body["data"][0]
     assert (model["id"], model["object"], model["owned_by"]) == ("fake/model", "model", "cflow")
     assert model["max_model_len"] == 64  # what the worker can, not what the model could
-    assert model["meta"]["n_ctx_train"] == 256
+    assert model["meta"]["n_ctx_train"] == 512
+    assert model["context_length"] == model["max_model_len"]
     assert live.client.get("/v1/models/fake/model").json() == model
     missing = live.client.get("/v1/models/other")
     assert missing.status_code == 404
