@@ -15,7 +15,7 @@ from cflow.engine.base.errors import ModelError
 from cflow.engine.base.metadata import parse_metadata
 from cflow.engine.base.reports import Progress
 from cflow.engine.files.formats.cflow import Contents, Weight, write
-from cflow.engine.files.formats.gguf import GgufFile
+from cflow.engine.files.formats.gguf import SPLIT_NAME, GgufFile
 from cflow.engine.files.formats.magic import MAGIC
 from cflow.engine.files.formats.matrix import Matrix
 from cflow.engine.files.formats.order import ordered
@@ -80,9 +80,15 @@ def convert(
 def open_source(path: Path) -> Source:
     """Open a source by reading its headers only."""
     if os.path.isdir(path):
+        _refuse_gguf_parts(path)
         return _open_folder(path)
     if not os.path.isfile(path):
         raise ModelError(f"{path} does not exist")
+    if path.suffix == ".safetensors":
+        raise ModelError(
+            f"{path} holds weights only; name its folder, {path.parent}, which must also hold "
+            "config.json and tokenizer.json"
+        )
     with open(path, "rb") as file:
         if file.read(len(MAGIC)) == MAGIC:
             raise ModelError(
@@ -90,6 +96,19 @@ def open_source(path: Path) -> Source:
                 "that it was made from"
             )
     return _open_gguf(path)
+
+
+def _refuse_gguf_parts(folder: Path) -> None:
+    """Raise ModelError for a folder that holds GGUF files instead of config.json."""
+    names = sorted(path.name for path in folder.glob("*.gguf"))
+    if not names or (folder / "config.json").exists():
+        return
+    if any(SPLIT_NAME.search(name) for name in names):
+        raise ModelError(
+            f"{folder} holds parts of a split GGUF model ({names[0]}); merge them into one file "
+            "(gguf-split --merge) and name that file"
+        )
+    raise ModelError(f"{folder} has no config.json; name one of its GGUF files: {', '.join(names)}")
 
 
 def _open_gguf(path: Path) -> Source:

@@ -81,7 +81,8 @@ def _locate(reference: str, report: Report) -> Path:
 def _from_path(path: Path, report: Report) -> Path:
     if path.is_file() and (path.suffix in (".cflow", ".vflow") or _begins(path, MAGIC)):
         return path
-    if path.is_file() and path.suffix != ".gguf" and not _begins(path, b"GGUF"):
+    converts = path.suffix in (".gguf", ".safetensors")  # the converter says what is wrong
+    if path.is_file() and not converts and not _begins(path, b"GGUF"):
         raise ModelError(
             f"{path} is not a model file; .cflow, .vflow, .gguf and Hugging Face folders are supported"
         )

@@ -67,11 +67,12 @@ def run(path: Path) -> Inspection:
 
 
 def check_whole(model: Model) -> None:
-    """Raise ModelError if the file ends before its weights. Reading the header does not check that."""
+    """Raise ModelError unless the file is as long as its header says. Reading the header does not
+    check that; loading does, with the same words."""
     n_bytes, needed = Path(model.path).stat().st_size, model.header.file_bytes
-    if n_bytes < needed:
-        message = f"{model.path}: file is truncated: {n_bytes} bytes, its header says {needed}"
-        raise ModelError(message)
+    if n_bytes != needed:
+        fault = "file is truncated:" if n_bytes < needed else "file has"
+        raise ModelError(f"{model.path}: the {fault} {n_bytes} bytes, its header says {needed}")
 
 
 def _runs(layers: list[Layer]) -> tuple[tuple[int, int, Layer], ...]:

@@ -45,6 +45,7 @@ SCALARS = {
     12: "d",
 }
 BOOL, STRING, ARRAY = 7, 8, 9
+SPLIT_NAME = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
 Value = int | float | bool | str | list[str] | NDArray[Any]
 
@@ -116,6 +117,10 @@ class _Header:
         n_tensors, n_keys = self._counts()
         self.metadata = self._keys(n_keys)
         self._refuse_split()
+        if not n_tensors:
+            raise self._fail(
+                "holds no tensors: it is a vocabulary without weights; name the file of the model"
+            )
         infos = [self._tensor_info() for _ in range(n_tensors)]
         self.tensors = self._placed(infos)
 
@@ -214,7 +219,7 @@ class _Header:
     def _refuse_split(self) -> None:
         """Raise ModelError for a part of a split model."""
         n_parts = self.metadata.get("split.count", 1)
-        match = re.search(r"-(\d{5})-of-(\d{5})\.gguf$", self._file.path.name)
+        match = SPLIT_NAME.search(self._file.path.name)
         if isinstance(n_parts, int) and n_parts > 1 and match is None:
             raise self._fail(f"one of {n_parts} parts of a split model; merge them into one file")
         if match is None or int(match[2]) <= 1:

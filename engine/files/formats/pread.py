@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Self
 
 from cflow.engine.base.errors import ModelError
+from cflow.engine.files.formats.magic import LOOK_BYTES, refuse_stand_in
 
 
 class InputFile:
-    """An open file of a known size."""
+    """An open file of a known size. ModelError for an empty file, a Git LFS pointer, an HTML page."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -25,6 +26,11 @@ class InputFile:
             self.close()
             raise ModelError(f"cannot open {path}: it is not a regular file")
         self.n_bytes = status.st_size
+        try:
+            refuse_stand_in(path, self.read(0, min(self.n_bytes, LOOK_BYTES)))
+        except ModelError:
+            self.close()
+            raise
 
     def read(self, offset: int, n_bytes: int) -> bytes:
         """Exactly n_bytes from offset. Raises ModelError if the file ends before."""

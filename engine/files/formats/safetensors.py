@@ -88,10 +88,19 @@ class Shard:
         if missing > 0:
             raise self._fail(f"truncated: {missing:,} bytes of the header are missing")
         entries = parse_json(self._file.read(8, n_bytes), str(self.path))
-        entries.pop("__metadata__", None)
+        self._check_metadata(entries.pop("__metadata__", {}))
         tensors = {name: self._tensor(name, entry, 8 + n_bytes) for name, entry in entries.items()}
         self._check_places(tensors, 8 + n_bytes)
         return {name: tensor for name, (tensor, _) in tensors.items()}
+
+    def _check_metadata(self, metadata: Any) -> None:
+        if not isinstance(metadata, dict):
+            raise self._fail("__metadata__ is not an object of strings")
+        for key, value in metadata.items():
+            if not isinstance(value, str):
+                raise self._fail(
+                    f"__metadata__ holds {key!r}: {value!r:.40}, which is not a string"
+                )
 
     def _tensor(self, name: str, entry: Any, start: int) -> tuple[SafeTensor, int]:
         """The tensor, and the offset of its end."""
@@ -116,19 +125,26 @@ class Shard:
         return SafeTensor(name, shape, dtype, start + first), start + end
 
     def _check_places(self, tensors: dict[str, tuple[SafeTensor, int]], start: int) -> None:
-        """Raise ModelError if tensors overlap or leave the file."""
+        """Raise ModelError unless tensors fill the rest of the file, as the safetensors library
+        demands: a hole or a trailing byte may hide data."""
         end, last = start, ""
         for tensor, tensor_end in sorted(tensors.values(), key=lambda pair: pair[0].offset):
             if tensor.offset < end and last:
                 raise self._fail(f"tensors {last} and {tensor.name} overlap")
             if tensor_end < tensor.offset:
                 raise self._fail(f"tensor {tensor.name} ends before it begins")
+            if tensor.offset > end:
+                raise self._fail(
+                    f"a hole of {tensor.offset - end:,} bytes before tensor {tensor.name}"
+                )
             end, last = tensor_end, tensor.name
         if end > self._file.n_bytes:
             raise self._fail(
                 f"truncated: tensor {last} ends at byte {end:,}, the file has "
                 f"{self._file.n_bytes:,} ({end - self._file.n_bytes:,} bytes are missing)"
             )
+        if end < self._file.n_bytes:
+            raise self._fail(f"{self._file.n_bytes - end:,} bytes follow the last tensor")
 
 
 class SafetensorsFolder:

@@ -25,7 +25,7 @@ from makefiles.safetensors_file import (
 
 GOOD = entry("F32", [2, 2], 0, 16)
 FAULTS: dict[str, tuple[bytes, str]] = {
-    "empty file": (b"", "truncated"),
+    "empty file": (b"", "is empty"),
     "half a length": (b"\0\0\0", "truncated"),
     "header past the file": (b"\xff\0\0\0\0\0\0\0{}", "truncated: 253 bytes"),
     "header of 2^64 - 1": (b"\xff" * 8 + b"{}", "claims 18,446,744,073,709,551,615"),
@@ -45,7 +45,7 @@ FAULTS: dict[str, tuple[bytes, str]] = {
     "size and shape differ": (shard({"a": entry("F32", [2, 2], 0, 15)}, bytes(16)), "15 bytes"),
     "shape wraps": (shard({"a": entry("F32", [1 << 32, 1 << 32], 0, 0)}), "0 bytes"),
     "data cut": (shard({"a": GOOD}, bytes(15)), r"\(1 bytes are missing\)"),
-    "offset past 2^64": (shard({"a": entry("F32", [1], 1 << 70, (1 << 70) + 4)}), "truncated"),
+    "offset past 2^64": (shard({"a": entry("F32", [1], 1 << 70, (1 << 70) + 4)}), "a hole of"),
     "overlap": (shard({"a": GOOD, "b": entry("F32", [2, 2], 8, 24)}, bytes(24)), "overlap"),
     "ends before it begins": (shard({"a": entry("I8", [4], 8, 4)}, bytes(8)), "ends before"),
     "dtype a number": (shard({"a": GOOD | {"dtype": 3}}, bytes(16)), "no proper name or dtype"),

@@ -1,0 +1,101 @@
+"""Files that downloads, hubs and other programs leave: what is said about them."""
+
+from pathlib import Path
+
+import pytest
+from safetensors import SafetensorError, safe_open
+
+from cflow.engine.base.errors import ModelError
+from cflow.engine.files import inspect
+from cflow.engine.files.convert import convert, open_source
+from cflow.engine.files.formats.safetensors import Shard
+from cflow.engine.native import Model
+from makefiles.gguf_file import tiny_llama
+from makefiles.safetensors_file import entry, shard, tiny_folder
+
+POINTER = (
+    b"version https://git-lfs.github.com/spec/v1\n"
+    b"oid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393\nsize 12345\n"
+)
+STAND_INS = {
+    "pointer": (POINTER, "Git LFS pointer.*git lfs pull"),
+    "page": (b"\n<!DOCTYPE html><html><head>", "HTML page.*Download it again"),
+    "bare page": (b"<html lang=en>", "HTML page"),
+    "nothing": (b"", r"is empty \(0 bytes\); download it again"),
+}
+
+
+def test_f03_a_vocabulary_without_weights_is_named(tmp_path: Path) -> None:
+    builder = tiny_llama()
+    builder.tensors.clear()
+    path = tmp_path / "vocab.gguf"
+    path.write_bytes(builder.build())
+    with pytest.raises(ModelError, match="a vocabulary without weights"):
+        open_source(path)
+
+
+@pytest.mark.parametrize("kind", STAND_INS)
+@pytest.mark.parametrize("name", ["model.gguf", "folder/model.safetensors", "folder/config.json"])
+def test_f62_what_a_failed_download_left_is_named(kind: str, name: str, tmp_path: Path) -> None:
+    data, message = STAND_INS[kind]
+    folder = tiny_folder(tmp_path / "folder")
+    path = tmp_path / name
+    path.write_bytes(data)
+    with pytest.raises(ModelError, match=message) as error:
+        open_source(path if path.suffix == ".gguf" else folder)
+    assert str(path) in str(error.value)
+
+
+NONE = entry("F32", [1], 0, 4)
+AFTER_HOLE = entry("F32", [1], 8, 12)
+STRANGE = {
+    "hole": (shard({"a": NONE, "b": AFTER_HOLE}, bytes(12)), "hole of 4 bytes before tensor b"),
+    "hole first": (shard({"b": entry("F32", [1], 4, 8)}, bytes(8)), "hole of 4 bytes"),
+    "trailing bytes": (shard({"a": NONE}, bytes(7)), "3 bytes follow the last tensor"),
+    "number": (shard({"__metadata__": {"k": 1}, "a": NONE}, bytes(4)), "'k': 1.*not a string"),
+    "list": (shard({"__metadata__": [], "a": NONE}, bytes(4)), "not an object of strings"),
+}
+
+
+@pytest.mark.parametrize("fault", STRANGE)
+def test_f62_shards_are_refused_as_the_library_does(fault: str, tmp_path: Path) -> None:
+    data, message = STRANGE[fault]
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(data)
+    with pytest.raises(SafetensorError), safe_open(path, "np"):
+        pass
+    with pytest.raises(ModelError, match=message):
+        Shard(path)
+
+
+def test_f63_a_single_safetensors_file_names_its_folder(tmp_path: Path) -> None:
+    folder = tiny_folder(tmp_path / "m")
+    with pytest.raises(ModelError, match=f"name its folder, {folder}"):
+        open_source(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("m-00001-of-00002.gguf", r"parts of a split GGUF.*gguf-split --merge"),
+        ("m.Q4_0.gguf", r"name one of its GGUF files: m\.Q4_0\.gguf"),
+    ],
+)
+def test_f63_a_folder_of_gguf_files_names_the_way(name: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(tiny_llama().build())
+    with pytest.raises(ModelError, match=message):
+        open_source(tmp_path)
+
+
+@pytest.mark.parametrize("change", [-4096, 4096])
+def test_f68_inspect_and_loading_refuse_with_the_same_words(change: int, tmp_path: Path) -> None:
+    out = tmp_path / "m.cflow"
+    convert(str(tiny_folder(tmp_path / "m")), out)
+    data = out.read_bytes()
+    out.write_bytes(data[:change] if change < 0 else data + bytes(change))
+    with pytest.raises(ModelError) as looked:
+        inspect.run(out)
+    with pytest.raises(ModelError) as loaded:
+        Model(str(out))
+    assert str(looked.value) == str(loaded.value)
+    assert str(len(data) + change) in str(looked.value)
