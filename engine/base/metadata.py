@@ -25,6 +25,7 @@ class Metadata:
     add_bos: bool
     eos_ids: tuple[int, ...]
     chat_template: str | None
+    tool_template: str | None  # for requests with tools; None: chat_template
 
 
 def parse_metadata(metadata: Mapping[str, Any], n_tokens: int) -> Metadata:
@@ -44,6 +45,7 @@ def parse_metadata(metadata: Mapping[str, Any], n_tokens: int) -> Metadata:
         add_bos=_get(metadata, "add_bos", bool, False) and bos_id is not None,
         eos_ids=tuple(eos_ids),
         chat_template=_get(metadata, "chat_template", str, None),
+        tool_template=_get(metadata, "tool_template", str, None),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -43,6 +43,19 @@ class ModelCard:
     n_experts: int
     top_k: int
     bytes_per_token: int  # weights read for one token
+    tool_card: ModelCard | None = None  # see for_tools
+
+    @property
+    def for_tools(self) -> ModelCard:
+        """The card for requests with tools, for which some models have a template of their own."""
+        return self.tool_card or self
+
+    def close(self) -> None:
+        """End the processes of templates and grammars."""
+        self.grammars.close()
+        for card in (self, self.tool_card):
+            if card is not None and card.template is not None:
+                card.template.close()
 
 
 def read_card(config: EngineConfig) -> ModelCard:
@@ -55,7 +68,7 @@ def read_card(config: EngineConfig) -> ModelCard:
     known = parse_metadata(metadata, len(header.token_bytes))
     tokenizer = Tokenizer.of(header)
     n_params = metadata.get("parameters")
-    return ModelCard(
+    card = ModelCard(
         name=config.served_name or known.name,
         path=config.model,
         digest=header.digest,
@@ -65,7 +78,7 @@ def read_card(config: EngineConfig) -> ModelCard:
         created=header.created,
         metadata=metadata,
         tokenizer=tokenizer,
-        template=_template(known, tokenizer),
+        template=_template(known.chat_template, known, tokenizer),
         dialect=Dialect.of(known.chat_template or ""),
         grammars=GrammarChecker(header),
         vocab_size=header.vocab_size,
@@ -74,6 +87,10 @@ def read_card(config: EngineConfig) -> ModelCard:
         top_k=header.top_k,
         bytes_per_token=header.bytes_per_token,
     )
+    if (source := known.tool_template) is None:
+        return card
+    template, dialect = _template(source, known, tokenizer), Dialect.of(source)
+    return replace(card, tool_card=replace(card, template=template, dialect=dialect))
 
 
 def read_header(path: str) -> ModelHeader:
@@ -97,8 +114,8 @@ def read_header(path: str) -> ModelHeader:
     return message
 
 
-def _template(known: Metadata, tokenizer: Tokenizer) -> ChatTemplate | None:
-    if known.chat_template is None:
+def _template(source: str | None, known: Metadata, tokenizer: Tokenizer) -> ChatTemplate | None:
+    if source is None:
         return None
     names = {"bos_token": known.bos_id, "eos_token": next(iter(known.eos_ids), None)}
     special = {
@@ -106,4 +123,4 @@ def _template(known: Metadata, tokenizer: Tokenizer) -> ChatTemplate | None:
         for name, id in names.items()
         if id is not None
     }
-    return ChatTemplate(known.chat_template, special)
+    return ChatTemplate(source, special)

@@ -374,6 +374,4 @@ class LocalEngine:
         if worker is not None:
             self._lose_worker("closed", *REFUSALS["closed"])
             await worker.reap(GRACE_S)
-        if self.card.template is not None:
-            self.card.template.close()
-        self.card.grammars.close()
+        self.card.close()

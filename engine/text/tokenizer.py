@@ -30,7 +30,7 @@ class Tokenizer:
         self._token_bytes = token_bytes
         known = parse_metadata(metadata, len(token_bytes))
         self._encoder = (
-            _Encoder(tokenizer_json, token_bytes, known.chat_template or "")
+            _Encoder(tokenizer_json, token_bytes, f"{known.chat_template}{known.tool_template}")
             if tokenizer_json
             else None
         )

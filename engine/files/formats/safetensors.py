@@ -168,12 +168,12 @@ class SafetensorsFolder:
             raise ModelError(f"{self.path} has no {name}")
         return parse_json(data, str(self.path / name))
 
-    def text(self, name: str) -> bytes | None:
-        """The bytes of a file of the folder, None if it is missing."""
-        path = self.path / name
+    def text(self, name: str, folder: str = "") -> bytes | None:
+        """The bytes of a file of the folder, or of a folder in it; None if it is missing."""
+        path = self.path / folder / name
         if not path.exists():
             return None
-        with InputFile(self._inside(name)) as file:
+        with InputFile(self._inside(name, folder)) as file:
             if file.n_bytes > MAX_JSON_BYTES:
                 raise ModelError(f"{path} has {file.n_bytes:,} bytes; {MAX_JSON_BYTES:,} at most")
             return file.read(0, file.n_bytes)
@@ -234,14 +234,15 @@ class SafetensorsFolder:
             raise ModelError(f"{self.path}: missing shards: {', '.join(missing[:5])}")
         return {str(tensor): str(name) for tensor, name in weight_map.items()}
 
-    def _inside(self, name: str) -> Path:
-        """The path of a file directly in the folder. A symlink may leave the folder only towards the
-        blobs of its own snapshot, as in the hub's cache."""
-        if not name or name in (".", "..") or any(c in name for c in "/\\\0"):
-            raise ModelError(f"{self.path}: {name!r} is not a plain file name")
-        path = self.path / name
+    def _inside(self, name: str, folder: str = "") -> Path:
+        """The path of a file directly in the folder, or in a folder of it. A symlink may leave it only
+        towards the blobs of its own snapshot, as in the hub's cache."""
+        for part in (name, folder or "x"):
+            if not part or part in (".", "..") or any(c in part for c in "/\\\0"):
+                raise ModelError(f"{self.path}: {part!r} is not a plain file name")
+        path = self.path / folder / name
         home = self.path.resolve()
-        allowed = [home]
+        allowed = [home / folder]
         if home.parent.name == "snapshots":
             allowed.append(home.parent.parent / "blobs")
         if path.resolve().parent not in allowed:

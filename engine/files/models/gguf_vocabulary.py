@@ -96,6 +96,7 @@ def _bpe(keys: Fields, metadata: Mapping[str, Any]) -> Vocabulary:
         eos_ids=_ends(keys, texts, kinds),
         pad_id=_token(keys, "tokenizer.ggml.padding_token_id", len(texts)),
         chat_template=keys.text("tokenizer.chat_template", "") or None,
+        tool_template=keys.text("tokenizer.chat_template.tool_use", "") or None,
         generation={name: keys.number(key) for key, name in GENERATION_KEYS.items() if key in keys},
     )
 
@@ -145,8 +146,9 @@ def _token(keys: Fields, key: str, n_tokens: int) -> int | None:
 
 
 def _ends(keys: Fields, texts: list[str], kinds: Any) -> list[int]:
+    """The ids that end an answer, the one that the file names as such first."""
     names = ("eos", "eot", "eom")
-    found = {_token(keys, f"tokenizer.ggml.{name}_token_id", len(texts)) for name in names}
+    named = [_token(keys, f"tokenizer.ggml.{name}_token_id", len(texts)) for name in names]
     control = np.flatnonzero(kinds == Kind.CONTROL).tolist()
-    found |= {token for token in control if texts[token] in END_TEXTS}
-    return sorted(token for token in found if token is not None)
+    found = [*named, *(token for token in control if texts[token] in END_TEXTS)]
+    return list(dict.fromkeys(token for token in found if token is not None))

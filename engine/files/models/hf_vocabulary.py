@@ -37,8 +37,9 @@ def vocabulary(folder: SafetensorsFolder, vocab_size: int) -> Vocabulary:
         tokenizer = _tokenizer(data, f"{origin}/tokenizer.json")
         base = Vocabulary(data, _tokens(tokenizer, vocab_size, origin))
     bos = _token_id(tokenizer, settings, "bos_token")
-    ends = {*config.ids("eos_token_id"), *generation.ids("eos_token_id")}
-    ends |= _found(_token_id(tokenizer, settings, "eos_token"))
+    ends = [*config.ids("eos_token_id"), *generation.ids("eos_token_id")]
+    if (named := _token_id(tokenizer, settings, "eos_token")) is not None:
+        ends.insert(0, named)  # what templates know as eos_token
     first = [*generation.ids("bos_token_id"), *config.ids("bos_token_id"), None][0]
     bos_id = bos if bos is not None else first
     return Vocabulary(
@@ -46,9 +47,10 @@ def vocabulary(folder: SafetensorsFolder, vocab_size: int) -> Vocabulary:
         tokens=base.tokens,
         bos_id=bos_id,
         add_bos=_adds_bos(tokenizer, settings, bos_id),
-        eos_ids=sorted(ends),
+        eos_ids=list(dict.fromkeys(ends)),
         pad_id=_token_id(tokenizer, settings, "pad_token"),
-        chat_template=_chat_template(folder, settings),
+        chat_template=_chat_template(folder, settings, "default"),
+        tool_template=_chat_template(folder, settings, "tool_use"),
         generation={key: generation.number(key) for key in GENERATION_RANGES if key in generation},
     )
 
@@ -112,10 +114,6 @@ def _token_id(tokenizer: Tokenizer | None, settings: Fields, key: str) -> int | 
     return token
 
 
-def _found(token: int | None) -> set[int]:
-    return set() if token is None else {token}
-
-
 def _adds_bos(tokenizer: Tokenizer | None, settings: Fields, bos_id: int | None) -> bool:
     """Whether BOS is added: by the tokenizer's post-processor, else by the config."""
     if tokenizer is None or bos_id is None:
@@ -124,15 +122,21 @@ def _adds_bos(tokenizer: Tokenizer | None, settings: Fields, bos_id: int | None)
     return ids[:1] == [bos_id] or settings.flag("add_bos_token", False)
 
 
-def _chat_template(folder: SafetensorsFolder, settings: Fields) -> str | None:
-    data = folder.text("chat_template.jinja")
+# Where newer folders have their templates, by name: file and folder.
+TEMPLATE_FILES = {
+    "default": ("chat_template.jinja", ""),
+    "tool_use": ("tool_use.jinja", "additional_chat_templates"),
+}
+
+
+def _chat_template(folder: SafetensorsFolder, settings: Fields, name: str) -> str | None:
+    data = folder.text(*TEMPLATE_FILES[name])
     if data is not None:
         try:
             return data.decode()
         except UnicodeDecodeError as error:
-            raise ModelError(f"{folder.path}/chat_template.jinja is not UTF-8") from error
+            raise ModelError(f"{folder.path}: the template {name} is not UTF-8") from error
     value = settings.get("chat_template")
-    if isinstance(value, list):  # several named templates
-        defaults = [v for v in value if isinstance(v, dict) and v.get("name") == "default"]
-        value = defaults[-1].get("template") if defaults else None
-    return value if isinstance(value, str) else None
+    named = value if isinstance(value, list) else [{"name": "default", "template": value}]
+    found = [v.get("template") for v in named if isinstance(v, dict) and v.get("name") == name]
+    return found[-1] if found and isinstance(found[-1], str) else None

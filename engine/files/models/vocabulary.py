@@ -28,6 +28,7 @@ class Vocabulary:
     eos_ids: list[int] = field(default_factory=list)
     pad_id: int | None = None
     chat_template: str | None = None
+    tool_template: str | None = None  # for requests with tools; None: chat_template
     generation: dict[str, float] = field(default_factory=dict)
 
     def section(self) -> bytes:
@@ -40,6 +41,7 @@ class Vocabulary:
     def metadata(self) -> dict[str, Any]:
         return {
             "chat_template": self.chat_template,
+            "tool_template": self.tool_template,
             "bos_id": self.bos_id,
             "add_bos": self.add_bos,
             "eos_ids": self.eos_ids,

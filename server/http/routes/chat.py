@@ -62,7 +62,7 @@ def plan_sampling(
     context caps both."""
     given = [n for n in (ask.max_tokens, ask.max_completion_tokens) if n is not None]
     asked = min(given) if given else None
-    card, context = service.engine.card, context_of(service.engine)
+    card, context = card_for(service, ask), context_of(service.engine)
     return sampling_params(
         ask,
         card,
@@ -152,9 +152,14 @@ def whole(service: Service, ask: ChatRequest, talk: Talk) -> bytes:
     return envelope.answer(out, **more)
 
 
+def card_for(service: Service, ask: ChatRequest) -> ModelCard:
+    card = service.engine.card
+    return card.for_tools if ask.tools else card
+
+
 async def begin(service: Service, request: Request, ask: ChatRequest) -> Talk:
     """Submit a checked request to the engine."""
-    card = service.engine.card
+    card = card_for(service, ask)
     calling = read_tools(ask, card)
     body = await grammar_of(ask, card.grammars)
     prompt = await render_chat(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -383,3 +384,18 @@ def test_f15_names_of_tools(tell: Any, name: str, is_taken: bool) -> None:
         assert call["function"]["name"] == name
     else:
         assert error_of(response)["param"] == "tools[0].function.name"
+
+
+def test_f16_the_template_for_tools_renders_requests_with_tools(serve: Serve) -> None:
+    class Other:
+        def render(self, messages: Any, **_: Any) -> Rendered:
+            return all_own("other")
+
+    engine = FakeEngine()
+    other = replace(engine.card, template=Other(), dialect=Dialect(calls=HERMES))  # type: ignore[arg-type]
+    engine.card = replace(engine.card, tool_card=other)
+    live = serve(engine)
+    live.chat()
+    assert bytes(engine.calls[-1].prompt) == b"user:hi|assistant:"
+    assert live.chat(tools=[WEATHER]).status_code == 200
+    assert bytes(engine.calls[-1].prompt) == b"other"

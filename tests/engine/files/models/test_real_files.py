@@ -76,6 +76,6 @@ def test_smollm2_cuts_numbers_into_digits() -> None:
 def test_qwen_ends_and_padding() -> None:
     """generation_config.json of the original: 151645 and 151643; 151,665 tokens in 151,936 rows."""
     file = ModelFile(RealModel.fetch("qwen2.5-coder-0.5b").cflow)
-    assert file.metadata["eos_ids"] == [151643, 151645]
+    assert file.metadata["eos_ids"] == [151645, 151643]
     assert (file.header["n_tokens"], file.header["vocab_size"]) == (151665, 151936)
     assert tokenizer(file).encode("e\u0301").ids == tokenizer(file).encode("é").ids

@@ -40,7 +40,7 @@ def with_tokenizer(tmp_path: Path, vocab_size: int = 264, **config: Any) -> Path
     return path
 
 
-def test_every_end_of_sequence_id_is_found(tmp_path: Path) -> None:
+def test_f29_every_end_is_found_and_the_named_one_comes_first(tmp_path: Path) -> None:
     path = with_tokenizer(tmp_path, eos_token_id=7)
     (path / "generation_config.json").write_text(
         json.dumps({"eos_token_id": [7, 9], "temperature": 0.6, "top_k": 20, "do_sample": True})
@@ -60,7 +60,7 @@ def test_every_end_of_sequence_id_is_found(tmp_path: Path) -> None:
         )
     )
     metadata = converted(path).metadata
-    assert metadata["eos_ids"] == [7, 9, 258]
+    assert metadata["eos_ids"] == [258, 7, 9]
     assert (metadata["bos_id"], metadata["add_bos"], metadata["pad_id"]) == (256, True, None)
     assert metadata["chat_template"] == "D"
     assert metadata["generation"] == {"temperature": 0.6, "top_k": 20.0}
@@ -106,12 +106,37 @@ def test_an_end_that_is_no_token_is_left_out(tmp_path: Path) -> None:
         ([{"name": ["default"], "template": "D"}, 5], None),
     ],
 )
-def test_of_several_templates_the_default_counts(
+def test_f16_of_several_templates_the_default_counts(
     templates: list[Any], chosen: str | None, tmp_path: Path
 ) -> None:
     path = with_tokenizer(tmp_path)
     (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
     assert converted(path).metadata["chat_template"] == chosen
+
+
+def test_f16_a_template_for_tools_is_kept_beside_the_default(tmp_path: Path) -> None:
+    path = with_tokenizer(tmp_path)
+    templates = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
+    (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
+    assert converted(path).metadata["tool_template"] == "T"
+    (path / "additional_chat_templates").mkdir()
+    (path / "additional_chat_templates/tool_use.jinja").write_text("T2")
+    (path / "chat_template.jinja").write_text("D2")
+    metadata = converted(path).metadata
+    assert (metadata["chat_template"], metadata["tool_template"]) == ("D2", "T2")
+    (path / "additional_chat_templates/tool_use.jinja").write_bytes(b"\xff")
+    with pytest.raises(ModelError, match="template tool_use is not UTF-8"):
+        converted(path)
+
+
+def test_f16_a_gguf_template_for_tools_is_kept(tmp_path: Path) -> None:
+    builder = keys(
+        vocabulary(tiny_llama(vocab=8)),
+        ("tokenizer.chat_template", "s", "D"),
+        ("tokenizer.chat_template.tool_use", "s", "T"),
+    )
+    metadata = converted(gguf(tmp_path, builder)).metadata
+    assert (metadata["chat_template"], metadata["tool_template"]) == ("D", "T")
 
 
 def test_other_tokenizers_are_refused(tmp_path: Path) -> None:
@@ -129,7 +154,7 @@ def test_a_gguf_vocabulary_becomes_a_tokenizer(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_str(file._section(4).decode())
     assert tokenizer.encode("ab ba<|im_end|><t>ab").ids == [2, 3, 1, 0, 4, 6, 2]
     assert file.header["n_tokens"] == 7
-    assert file.metadata["eos_ids"] == [4, 5]
+    assert file.metadata["eos_ids"] == [5, 4]  # the named one first
     flags = file._section(5)[4 + 4 * 7 :][:7]
     assert flags == bytes([0, 0, 0, 0, 1, 1, 0])
 
