@@ -1,22 +1,28 @@
 """Model references: catalogue names, paths, hf:org/repo, and the bundled model.
 
 `resolve` returns the .cflow file to run: other formats are converted once, into the cache
-($XDG_CACHE_HOME/cflow). Names there contain a hash that identifies the source, so a changed source is
-converted again. `found` gives the source itself, for `cflow convert`.
+($XDG_CACHE_HOME/cflow). Names there contain a hash of the source's content, so a changed source is
+converted again, and what it was before is removed. `found` gives the source itself, for `cflow convert`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import fnmatch
 import glob
 import hashlib
+import json
 import os
 import re
+import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, Any, BinaryIO
 
 from cflow.engine.base.cache_folder import cache_folder
 from cflow.engine.base.errors import ModelError, NoModelError
@@ -29,6 +35,7 @@ CONVERTER = 2  # raise it when the same source converts to another file
 BUNDLED = "tinystories"
 BUNDLED_FILE = Path(__file__).parent / "data" / "tinystories.cflow"
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja")
+HASH_CHUNK = 8 << 20
 
 
 def resolve(reference: str, *, progress: Report = silent) -> Path:
@@ -55,7 +62,7 @@ def found(reference: str, *, progress: Report = silent) -> Iterator[Path]:
             if entry is None:
                 path = _locate(reference, progress)
             else:
-                stack.enter_context(_lock(_catalogue_file(entry)))
+                stack.enter_context(_lock(_catalogue_file(entry), progress))
                 path = stack.enter_context(_fetched(entry, progress))
         except OSError as error:
             raise ModelError(f"cannot use the model {reference!r}: {error}") from error
@@ -86,9 +93,8 @@ def _from_path(path: Path, report: Report) -> Path:
         raise ModelError(
             f"{path} is not a model file; .cflow, .vflow, .gguf and Hugging Face folders are supported"
         )
-    stem = re.sub(r"[^\w.-]", "_", path.resolve().name.removesuffix(".gguf"))[:100]
-    target = cache_folder() / f"{stem}-{_identity(path)}.cflow"
-    with _locked(target) as is_done:
+    target = _Source.of(path).target(report)
+    with _locked(target, report) as is_done:
         if not is_done:
             _convert(path, target, report)
     return target
@@ -109,34 +115,126 @@ def _begins(path: Path, magic: bytes) -> bool:
         raise ModelError(f"cannot read {path}: {error.strerror}") from error
 
 
-def _identity(path: Path) -> str:
-    """A hash of a source's path and its files' sizes and times; hashing weights takes too long."""
-    path = path.resolve()
-    files = sorted(p for p in path.iterdir() if p.is_file()) if path.is_dir() else [path]
-    parts = [str(CONVERTER), str(path)]
-    for file in files:
-        status = file.stat()
-        parts.append(f"{file.name}\0{status.st_size}\0{status.st_mtime_ns}")
-    return hashlib.sha256("\n".join(parts).encode(errors="surrogateescape")).hexdigest()[:16]
+@dataclass(frozen=True)
+class _Source:
+    """What is known of a source in the cache: the file `record` holds {"path", "target", "files"};
+    files: name to [device, inode, size, mtime, ctime, SHA-256].
+
+    A conversion belongs to the content. The first five figures only save hashing again."""
+
+    path: Path
+    record: Path
+
+    @classmethod
+    def of(cls, path: Path) -> _Source:
+        path = path.resolve()
+        key = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
+        return cls(path, cache_folder() / f"{key}.source.json")
+
+    def target(self, report: Report) -> Path:
+        """The conversion of what the source holds now. Removes the one of what it held before."""
+        known = self._read()
+        files = [self.path]
+        if self.path.is_dir():
+            files = sorted(p for p in self.path.iterdir() if p.is_file() and _is_read(p.name))
+        old = known.get("files", {})
+        now = {file.name: _known_or_hashed(file, old.get(file.name), report) for file in files}
+        lines = [str(CONVERTER), self.path.name, *(f"{name}\0{now[name][-1]}" for name in now)]
+        identity = hashlib.sha256("\n".join(lines).encode(errors="surrogateescape")).hexdigest()
+        stem = re.sub(r"[^\w.-]", "_", self.path.name.removesuffix(".gguf"))[:100]
+        target = self.record.with_name(f"{stem}-{identity[:16]}.cflow")
+        fresh = {"path": os.fsdecode(self.path), "target": target.name, "files": now}
+        if fresh != known:
+            with contextlib.suppress(OSError):  # a cache that cannot be written still serves
+                self._write(fresh)
+                self._remove(known.get("target"), target.name)
+        return target
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            known = json.loads(self.record.read_bytes())
+        except (OSError, ValueError):
+            return {}
+        is_ours = isinstance(known, dict) and isinstance(known.get("files"), dict)
+        return known if is_ours else {}
+
+    def _write(self, known: dict[str, Any]) -> None:
+        part = self.record.with_name(f".{self.record.name}.{secrets.token_hex(4)}.part")
+        part.write_text(json.dumps(known))
+        os.replace(part, self.record)
+
+    def _remove(self, old: object, new: str) -> None:
+        """Remove a superseded conversion, unless another source still has that content."""
+        if not isinstance(old, str) or old == new or Path(old).name != old:
+            return
+        others = self.record.parent.glob("*.source.json")
+        if not any(_Source(self.path, other)._read().get("target") == old for other in others):
+            self.record.with_name(old).unlink(missing_ok=True)
+
+
+def _is_read(name: str) -> bool:
+    """Whether conversion reads a file of this name in a folder."""
+    return any(fnmatch.fnmatch(name, pattern) for pattern in HUB_FILES)
+
+
+def _known_or_hashed(file: Path, known: object, report: Report) -> list[Any]:
+    figures = _figures(file)
+    if isinstance(known, list) and known[:-1] == figures:
+        return known
+    with open(file, "rb") as opened:
+        digest = _sha256(opened, lambda done: report(f"hashing {file.name}", done, figures[2]))
+    if _figures(file) != figures:
+        raise ModelError(f"{file} changed while it was read; try again when it is complete")
+    return [*figures, digest]
+
+
+def _figures(file: Path) -> list[int]:
+    status = file.stat()
+    return [status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+
+
+def _sha256(file: BinaryIO, progress: Callable[[int], None]) -> str:
+    digest, done = hashlib.sha256(), 0
+    while chunk := file.read(HASH_CHUNK):
+        digest.update(chunk)
+        done += len(chunk)
+        progress(done)
+    return digest.hexdigest()
 
 
 @contextmanager
-def _locked(target: Path) -> Iterator[bool]:
+def _locked(target: Path, report: Report) -> Iterator[bool]:
     """Hold the lock for making `target`; yields whether another process has made it already."""
     if target.exists():
         yield True
         return
-    with _lock(target):
+    with _lock(target, report):
         yield target.exists()
 
 
 @contextmanager
-def _lock(target: Path) -> Iterator[None]:
+def _lock(target: Path, report: Report) -> Iterator[None]:
     """Hold the lock for making `target`; removes the leftovers of killed processes first."""
-    with open(target.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    path = target.with_suffix(".lock")
+    with ExitStack() as stack:
+        try:
+            lock = stack.enter_context(open(path, "w"))
+            _take(lock, path, report)
+        except OSError as error:
+            raise ModelError(
+                f"cannot use the model: cannot lock {path} ({error.strerror}); remove that file if "
+                "another user left it, or set XDG_CACHE_HOME to a local folder that can be written"
+            ) from error
         _clear(target)
         yield
+
+
+def _take(lock: IO[str], path: Path, report: Report) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        report(f"waiting for another cflow process, which holds {path}", 0, 0)
+        fcntl.flock(lock, fcntl.LOCK_EX)
 
 
 def _clear(target: Path) -> None:
@@ -160,7 +258,7 @@ def _catalogue_file(entry: Entry) -> Path:
 
 def _from_catalogue(entry: Entry, report: Report) -> Path:
     target = _catalogue_file(entry)
-    with _locked(target) as is_done:
+    with _locked(target, report) as is_done:
         if not is_done:
             with _fetched(entry, report) as checkpoint:
                 _convert(checkpoint, target, report)

@@ -1,5 +1,7 @@
 """Model references: what they resolve to, and what happens when they cannot."""
 
+import errno
+import fcntl
 import hashlib
 import os
 import shutil
@@ -27,8 +29,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def left(cache: Path) -> list[str]:
-    """Files of the cache, but its locks."""
-    return sorted(name for name in os.listdir(cache) if not name.endswith(".lock"))
+    """Files of the cache, but its locks and what it knows of sources."""
+    names = os.listdir(cache)
+    return sorted(name for name in names if not name.endswith((".lock", ".source.json")))
 
 
 @pytest.fixture
@@ -42,7 +45,7 @@ def test_a_gguf_file_is_converted_once(gguf: Path, cache: Path) -> None:
     seen: list[str] = []
     first = hub.resolve(str(gguf), progress=lambda what, _done, _total: seen.append(what))
     assert first.parent == cache
-    assert set(seen) == {"converting tiny.gguf"}
+    assert set(seen) == {"hashing tiny.gguf", "converting tiny.gguf"}
     assert (
         ModelFile(first).metadata["source_sha256"] == hashlib.sha256(gguf.read_bytes()).hexdigest()
     )
@@ -57,8 +60,81 @@ def test_a_changed_source_is_converted_anew(gguf: Path, cache: Path) -> None:
     os.utime(gguf, ns=(1, 1))
     second = hub.resolve(str(gguf))
     assert first != second
-    assert first.read_bytes() != second.read_bytes()
-    assert len(left(cache)) == 2
+    assert left(cache) == [second.name]
+
+
+def test_f60_equal_names_sizes_and_times_do_not_hide_another_content(
+    gguf: Path, cache: Path
+) -> None:
+    first = hub.resolve(str(gguf))
+    before = gguf.stat()
+    os.utime(gguf, ns=(0, 0))
+    assert hub.resolve(str(gguf)) == first  # touched, and still the same content
+    changed = gguf.with_name("changed")
+    changed.write_bytes(tiny_llama(seed=5).build())
+    os.utime(changed, ns=(0, 0))
+    os.replace(changed, gguf)
+    assert gguf.stat().st_size == before.st_size
+    second = hub.resolve(str(gguf))
+    want = hashlib.sha256(gguf.read_bytes()).hexdigest()
+    assert ModelFile(second).metadata["source_sha256"] == want
+    assert left(cache) == [second.name]
+
+
+def test_f60_content_is_hashed_once_and_a_shared_conversion_stays(
+    gguf: Path, tmp_path: Path
+) -> None:
+    seen: list[str] = []
+    hub.resolve(str(gguf), progress=lambda what, _done, _total: seen.append(what))
+    assert set(seen) == {"hashing tiny.gguf", "converting tiny.gguf"}
+    seen.clear()
+    first = hub.resolve(str(gguf), progress=lambda what, _done, _total: seen.append(what))
+    assert seen == []
+    (tmp_path / "copy").mkdir()
+    copy = Path(shutil.copy(gguf, tmp_path / "copy"))
+    assert hub.resolve(str(copy)) == first
+    copy.write_bytes(tiny_llama(seed=5).build())
+    assert hub.resolve(str(copy)) != first
+    assert hub.resolve(str(gguf)) == first
+    assert first.exists()
+
+
+def test_f69_waiting_for_another_process_is_said(gguf: Path) -> None:
+    target = hub.resolve(str(gguf))
+    target.unlink()
+    with open(target.with_suffix(".lock"), "w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        seen: list[str] = []
+
+        def release(what: str, _done: int, _total: int) -> None:
+            seen.append(what)
+            if what.startswith("waiting"):
+                fcntl.flock(held, fcntl.LOCK_UN)
+
+        assert hub.resolve(str(gguf), progress=release) == target
+    assert f"holds {target.with_suffix('.lock')}" in seen[0]
+
+
+def test_f69_a_file_system_without_locks_names_the_folder(
+    gguf: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(ModelError, match=r"No locks available.*XDG_CACHE_HOME") as error:
+        hub.resolve(str(gguf))
+    assert str(cache) in str(error.value)
+
+
+def test_f69_a_user_without_a_home_is_told(gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", refuse)
+    with pytest.raises(ModelError, match=r"no home folder.*XDG_CACHE_HOME"):
+        hub.resolve(str(gguf))
 
 
 def test_a_folder_is_converted_and_a_changed_config_noticed(tmp_path: Path, cache: Path) -> None:
