@@ -37,11 +37,12 @@ class Job(msgspec.Struct, frozen=True, array_like=True):
 
 class Result(msgspec.Struct, frozen=True, array_like=True):
     """own: the spans of the text that the template wrote, in order: first character, one past the
-    last."""
+    last. is_broken: the template has a syntax error, so every rendering fails."""
 
     text: str
     own: list[tuple[int, int]] = []
     error: str | None = None
+    is_broken: bool = False
 
 
 class _Generation(jinja2.ext.Extension):
@@ -106,7 +107,7 @@ class Renderer:
                 self._template = environment().from_string(self._source)
             text = self._template.render(_marked(job))
         except jinja2.TemplateSyntaxError as error:
-            return _failed(f"line {error.lineno}: {error.message}")
+            return _failed(f"line {error.lineno}: {error.message}", is_broken=True)
         except MemoryError:
             return _failed("rendering takes too much memory")
         except Exception as error:  # a template can raise anything
@@ -136,8 +137,8 @@ def _foreign(value: Any) -> Any:
     return value
 
 
-def _failed(why: str) -> Result:
-    return Result("", error=str.__str__(why))  # a template can raise a Text
+def _failed(why: str, *, is_broken: bool = False) -> Result:
+    return Result("", error=str.__str__(why), is_broken=is_broken)  # a template can raise a Text
 
 
 if __name__ == "__main__":

@@ -61,6 +61,11 @@ class ChatTemplate:
             raise TemplateError(f"the chat template failed: {result.error}")
         return Rendered(result.text, result.own)
 
+    def syntax_error(self) -> str | None:
+        """Line and message of a syntax error, None if the template has none."""
+        result = self._run({"messages": []})
+        return result.error if result.is_broken else None
+
     def close(self) -> None:
         self._jail.close()
 

@@ -13,16 +13,18 @@ from cflow.engine.base import machine
 from cflow.engine.base.config import EngineConfig
 from cflow.engine.base.errors import EngineError, ModelError
 from cflow.engine.base.messages import DiskStats, Ready
-from cflow.engine.base.metadata import parse_metadata
+from cflow.engine.base.metadata import Metadata, parse_metadata
 from cflow.engine.base.native_types import Pick, Row, TokenBytes
 from cflow.engine.base.reports import Report
 from cflow.engine.memory.budget import Budget, open_header
 from cflow.engine.memory.experts import Experts
 from cflow.engine.native import Context, Model, const
 from cflow.engine.text.grammar import Vocabulary
+from cflow.engine.text.template import ChatTemplate
 from cflow.engine.worker.read_header import header_of
 from cflow.engine.worker.runner import Context as AnyContext
 
+TRIAL_TOKENS = 16  # they fit into one KV block
 HUGE_PAGES_WANTED = 0.5  # share of the weights; below it there is a note
 
 
@@ -57,12 +59,13 @@ def load(config: EngineConfig, digest: str, report: Report) -> Loaded:
     model = budget.load(share, lambda done, total: report("weights", done, total))
     _expect(digest, model)
     context = Context(model, **share.context)
-    _make_a_token(context)
+    room = min(share.context[name] for name in ("max_rows", "max_context"))
+    _make_a_token(context, model, share.context["kv_type"], room)
     experts = Experts(model) if share.expert_cache else None
     if experts:
         experts.warm(lambda done, total: report("experts", done, total))
     memory = model.memory
-    known = vocabulary.result()
+    known = parse_metadata(model.metadata, model.header.n_tokens)
     ready = Ready(
         pid=os.getpid(),
         isa=context.isa,
@@ -81,12 +84,18 @@ def load(config: EngineConfig, digest: str, report: Report) -> Loaded:
             *_thread_notes(budget.threads, budget.cores),
             *_memory_notes(model),
             *_expert_notes(model, config),
+            *_template_notes(known),
         ),
         **_disk_facts(model),
     )
-    eos_ids = parse_metadata(model.metadata, model.header.n_tokens).eos_ids
     return Loaded(
-        context, model.token_bytes, eos_ids, ready, known, experts, lambda: _disk_stats(model)
+        context,
+        model.token_bytes,
+        known.eos_ids,
+        ready,
+        vocabulary.result(),
+        experts,
+        lambda: _disk_stats(model),
     )
 
 
@@ -100,15 +109,23 @@ def _expect(digest: str, model: Model) -> None:
         )
 
 
-def _make_a_token(context: Context) -> None:
-    """Generate one token before reporting ready, so that a model that cannot run fails at load."""
+def _make_a_token(context: Context, model: Model, kv: str, n_rows: int) -> None:
+    """Generate one token before reporting ready, so that a model that cannot run fails at load. The
+    prompt is n_rows tokens from all over the vocabulary: few of them may overflow."""
+    n_rows = min(n_rows, TRIAL_TOKENS)
     context.bind(0, [0])
-    status = context.step([Row(0, 0, 0, const.CFLOW_ROW_LOGITS)]).status
-    choice = context.sample([Pick(row=0, temperature=0)])[0]
-    if any(status) and (why := context.row_error(0)):
+    tokens = [i * model.header.n_tokens // n_rows for i in range(n_rows)]
+    rows = [Row(0, token, i) for i, token in enumerate(tokens[:-1])]
+    rows.append(Row(0, tokens[-1], n_rows - 1, const.CFLOW_ROW_LOGITS))
+    status = context.step(rows).status
+    choice = context.sample([Pick(row=n_rows - 1, temperature=0)])[0]
+    if any(status) and (why := next(filter(None, map(context.row_error, range(n_rows))), "")):
         raise EngineError("io_error", why)
     if any(status) or choice.status:
-        raise EngineError("numeric", "the model's first logits are not finite numbers")
+        way_out = "; keys or values may exceed f16, try --kv bf16" if kv in ("f16", "q8") else ""
+        raise EngineError(
+            "numeric", f"{model.path}: the model's first logits are not finite numbers{way_out}"
+        )
 
 
 def _thread_notes(threads: int, cores: machine.Cores) -> list[str]:
@@ -144,6 +161,19 @@ def _expert_notes(model: Model, config: EngineConfig) -> list[str]:
     return [
         "experts are read through the page cache: the file system does not support direct reads"
     ]
+
+
+def _template_notes(known: Metadata) -> list[str]:
+    notes = []
+    sources = {"chat template": known.chat_template, "template for tools": known.tool_template}
+    for what, source in sources.items():
+        if source is None:
+            continue
+        template = ChatTemplate(source)
+        if error := template.syntax_error():
+            notes.append(f"the model's {what} has a syntax error, so chats fail: {error}")
+        template.close()
+    return notes
 
 
 def _disk_facts(model: Model) -> dict[str, Any]:
