@@ -50,6 +50,7 @@ class Source:
     path: Path
     files: list[Path]
     close: Callable[[], None]
+    notes: tuple[str, ...] = ()
 
 
 def convert(
@@ -58,26 +59,31 @@ def convert(
     *,
     quant: str = "keep",
     order: str | None = None,
+    pre: str | None = None,
     progress: Progress | None = None,
+    say: Callable[[str], None] = lambda _: None,
 ) -> None:
     """Write `out`, whole or not at all. source: a .gguf file or a folder with config.json.
 
     quant: "keep" stores each tensor in the encoding that holds it exactly (Q5_K: up to f16 rounding
     of scale and minimum); an encoding quantises every matrix but routers and shared-expert gates.
-    order: "layer" or "stage"; None: by the suffix of `out`.
+    order: "layer" or "stage"; None: by the suffix of `out`. pre: the pre-tokenizer of a GGUF file;
+    None: the file's own. say: is told what a user should know about how the source was read.
     """
     check_quant(quant)
     order = order_of(out, order)
     if os.path.exists(out) and os.path.exists(source) and os.path.samefile(source, out):
         raise ModelError(f"{out} is the source itself; name another file for the result")
-    found = open_source(Path(source))
+    found = open_source(Path(source), pre)
     try:
+        for note in (*found.notes, *found.vocabulary.notes):
+            say(note)
         write(ordered(_contents(found, quant), order), out, progress)
     finally:
         found.close()
 
 
-def open_source(path: Path) -> Source:
+def open_source(path: Path, pre: str | None = None) -> Source:
     """Open a source by reading its headers only."""
     if os.path.isdir(path):
         _refuse_gguf_parts(path)
@@ -95,7 +101,7 @@ def open_source(path: Path) -> Source:
                 f"{path} is already in cflow's format; convert the GGUF file or Hugging Face folder "
                 "that it was made from"
             )
-    return _open_gguf(path)
+    return _open_gguf(path, pre)
 
 
 def _refuse_gguf_parts(folder: Path) -> None:
@@ -111,7 +117,7 @@ def _refuse_gguf_parts(folder: Path) -> None:
     raise ModelError(f"{folder} has no config.json; name one of its GGUF files: {', '.join(names)}")
 
 
-def _open_gguf(path: Path) -> Source:
+def _open_gguf(path: Path, pre: str | None) -> Source:
     file = GgufFile(path)
     try:
         spec = gguf_model.spec(file)
@@ -119,7 +125,7 @@ def _open_gguf(path: Path) -> Source:
         return Source(
             spec=spec,
             weights=gguf_model.weights(file),
-            vocabulary=gguf_vocabulary.vocabulary(file, spec.vocab_size),
+            vocabulary=gguf_vocabulary.vocabulary(file, spec.vocab_size, pre),
             licence=licence if isinstance(licence, str) else None,
             path=path,
             files=[path],
@@ -144,6 +150,7 @@ def _open_folder(path: Path) -> Source:
             path=path,
             files=folder.files(),
             close=folder.close,
+            notes=() if is_pipeline else hf_model.notes(folder, spec),
         )
     except BaseException:
         folder.close()

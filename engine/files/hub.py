@@ -104,7 +104,12 @@ def _convert(source: Path, target: Path, report: Report) -> None:
     from cflow.engine.files.convert import convert  # brings numpy and the C library
 
     what = f"converting {source.name}"
-    convert(str(source), target, progress=lambda done, total: report(what, done, total))
+    convert(
+        str(source),
+        target,
+        progress=lambda done, total: report(what, done, total),
+        say=lambda note: report(note, 0, 0),
+    )
 
 
 def _begins(path: Path, magic: bytes) -> bool:

@@ -40,6 +40,13 @@ def convert(
         ),
     ] = "keep",
     order: ORDER = None,
+    pre: Annotated[
+        str | None,
+        typer.Option(
+            help="Pre-tokenizer of a GGUF file that names none or a wrong one: qwen2, llama-bpe, "
+            "gpt-2, ... Default: the file's own."
+        ),
+    ] = None,
 ) -> None:
     """Convert a model to cflow's own format.
 
@@ -58,7 +65,7 @@ def convert(
 
         with byte_progress() as report:
             converter.convert(
-                str(path), out, quant=quant, order=order,
+                str(path), out, quant=quant, order=order, pre=pre, say=say,
                 progress=lambda done, total: report(f"writing {out.name}", done, total),
             )  # fmt: skip
     _say_written(out)

@@ -94,7 +94,7 @@ class GgufFile:
             data = self._file.read(tensor.offset + first * row_bytes, n * row_bytes)
             return block.planes(np.frombuffer(data, np.uint8).reshape(n, n_blocks, block.n_bytes))
 
-        return Matrix(name, tensor.n_rows, tensor.n_cols, block.encoding, read)
+        return Matrix(self.path, name, tensor.n_rows, tensor.n_cols, block.encoding, read)
 
     def close(self) -> None:
         self._file.close()

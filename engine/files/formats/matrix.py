@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from cflow.engine.base.errors import ModelError
 from cflow.engine.files.formats.quantise import encode, values
@@ -12,8 +13,9 @@ from cflow.engine.files.formats.tiles import Floats, Planes
 
 @dataclass(frozen=True)
 class Matrix:
-    """n_rows x n_cols numbers; a vector is one row. read(first, n): n rows as Planes."""
+    """n_rows x n_cols numbers; a vector is one row. path: its file. read(first, n): n rows as Planes."""
 
+    path: Path
     name: str
     n_rows: int
     n_cols: int
@@ -24,10 +26,10 @@ class Matrix:
         """Rows [first, first + n) in any encoding. Raises ModelError for NaN and infinity."""
         planes = self.read(first, n)
         if not planes.is_finite():
-            raise ModelError(f"tensor {self.name} holds NaN or infinite values")
+            raise ModelError(f"{self.path}: tensor {self.name} holds NaN or infinite values")
         planes = encode(planes, encoding)
         if not planes.is_finite():
-            raise ModelError(f"tensor {self.name} has values too large for {encoding}")
+            raise ModelError(f"{self.path}: tensor {self.name} has values too large for {encoding}")
         return planes
 
     def floats(self) -> Floats:

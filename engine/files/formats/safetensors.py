@@ -70,7 +70,7 @@ class Shard:
             data = self._file.read(tensor.offset + first * row_bytes, n * row_bytes)
             return Planes(encoding, np.frombuffer(data, dtype).reshape(n, n_cols), {})
 
-        return Matrix(name, n_rows, n_cols, encoding, read)
+        return Matrix(self.path, name, n_rows, n_cols, encoding, read)
 
     def close(self) -> None:
         self._file.close()

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, normalizers
 
 from cflow.engine.files.formats.gguf import GgufFile
 from cflow.engine.files.models.fields import Fields
-from cflow.engine.files.models.pretokenizers import pre_tokenizer
+from cflow.engine.files.models.pretokenizers import guess, pre_tokenizer
 from cflow.engine.files.models.vocabulary import (
     SPECIAL,
     Vocabulary,
@@ -43,6 +43,7 @@ END_TEXTS = (
     "<|end_of_text|>",
     "<|end|>",
 )
+SHOWN = 5  # token texts in a note
 GENERATION_KEYS = {
     "general.sampling.temp": "temperature",
     "general.sampling.top_k": "top_k",
@@ -52,8 +53,9 @@ GENERATION_KEYS = {
 }
 
 
-def vocabulary(file: GgufFile, vocab_size: int) -> Vocabulary:
-    """The vocabulary of the file, or one token a byte if it declares none."""
+def vocabulary(file: GgufFile, vocab_size: int, pre: str | None = None) -> Vocabulary:
+    """The vocabulary of the file, or one token a byte if it declares none. pre: the pre-tokenizer
+    instead of the file's."""
     keys = Fields(file.metadata, str(file.path))
     model = keys.text("tokenizer.ggml.model")
     if model in ("no_vocab", "none"):
@@ -63,15 +65,22 @@ def vocabulary(file: GgufFile, vocab_size: int) -> Vocabulary:
             "tokenizer.ggml.model",
             f"is {model!r}; only byte-level BPE (gpt2) is supported, SentencePiece is not yet",
         )
-    return _bpe(keys, file.metadata)
+    return _bpe(keys, file.metadata, pre)
 
 
-def _bpe(keys: Fields, metadata: Mapping[str, Any]) -> Vocabulary:
+def _bpe(keys: Fields, metadata: Mapping[str, Any], named: str | None) -> Vocabulary:
     texts, kinds = _tokens(keys, metadata)
-    pre = pre_tokenizer(keys.text("tokenizer.ggml.pre"), str(keys.origin))
+    notes = []
+    name = named or keys.text("tokenizer.ggml.pre", "")
+    if not name:
+        name = guess(keys.text("general.architecture", ""), set(texts), str(keys.origin))
+        notes.append(
+            f"the file lacks tokenizer.ggml.pre; its architecture and vocabulary suggest {name!r}. "
+            "If text is split wrongly, name another: cflow convert --pre NAME"
+        )
+    pre = pre_tokenizer(name, str(keys.origin))
     vocab = {text: token for token, text in enumerate(texts) if kinds[token] != Kind.UNUSED}
-    if len(vocab) != int(np.count_nonzero(kinds != Kind.UNUSED)):
-        raise keys.error("tokenizer.ggml.tokens", "holds a token twice")
+    notes += _twice(texts, kinds, vocab)
     added = [
         AddedToken(text, normalized=False, special=kinds[token] != Kind.USER_DEFINED)
         for text, token in vocab.items()
@@ -98,7 +107,21 @@ def _bpe(keys: Fields, metadata: Mapping[str, Any]) -> Vocabulary:
         chat_template=keys.text("tokenizer.chat_template", "") or None,
         tool_template=keys.text("tokenizer.chat_template.tool_use", "") or None,
         generation={name: keys.number(key) for key, name in GENERATION_KEYS.items() if key in keys},
+        notes=tuple(notes),
     )
+
+
+def _twice(texts: list[str], kinds: Any, vocab: dict[str, int]) -> list[str]:
+    """A note if ids share a text. The last id encodes it, as in llama.cpp and in the BPE vocabulary
+    of Hugging Face, which are maps that later entries overwrite; every id decodes."""
+    lost = [
+        token
+        for token, text in enumerate(texts)
+        if kinds[token] != Kind.UNUSED and vocab[text] != token
+    ]
+    shown = ", ".join(f"{texts[i]!r} ({i} and {vocab[texts[i]]})" for i in lost[:SHOWN])
+    more = f" and {len(lost) - SHOWN} more" if len(lost) > SHOWN else ""
+    return [f"token texts with two ids, of which the last encodes: {shown}{more}"] if lost else []
 
 
 def _tokens(keys: Fields, metadata: Mapping[str, Any]) -> tuple[list[str], Any]:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from cflow.engine.base.errors import ModelError
+from cflow.engine.files.formats.quantise import values
 from cflow.engine.files.formats.safetensors import SafetensorsFolder
 from cflow.engine.files.models.architectures import Architecture, by_class
 from cflow.engine.files.models.fields import Fields
@@ -65,6 +68,7 @@ MIXTRAL_NAMING = replace(
         "expert_down": _MIXTRAL + "experts.{expert}.w2.weight",
     },
 )
+HEAD_ROWS = 1024  # compared at a time
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -74,12 +78,12 @@ ACTIVATIONS = {
 
 
 def weights(folder: SafetensorsFolder) -> Weights:
-    """Weights by role. A tied model may store its head again; that copy is not read."""
+    """Weights by role. A tied model may store its head again; an equal copy is not read."""
     shapes = {name: tensor.shape for name, tensor in folder.tensors.items()}
-    if folder.config.get("tie_word_embeddings") is True:
-        shapes.pop("lm_head.weight", None)
     is_mixtral = "model.layers.0.block_sparse_moe.gate.weight" in shapes
     naming = MIXTRAL_NAMING if is_mixtral else NAMING
+    if folder.config.get("tie_word_embeddings") is True:
+        naming = replace(naming, ignored=rf"{naming.ignored}|lm_head\.weight")
     return Weights(str(folder.path), naming, shapes, folder.matrix)
 
 
@@ -101,9 +105,35 @@ def spec(folder: SafetensorsFolder) -> ModelSpec:
         d_model=config.count("hidden_size", low=1),
         vocab_size=config.count("vocab_size", low=1),
         context=config.count("max_position_embeddings", low=1),
-        tied=config.flag("tie_word_embeddings", False),
+        tied=config.flag("tie_word_embeddings", False) and not has_own_head(folder),
         norm_eps=layer.norm_eps,
         layers=[_place(layer, config, classes[0], index) for index in range(n_layers)],
+    )
+
+
+def has_own_head(folder: SafetensorsFolder) -> bool:
+    """Whether a folder has a head whose values are not the embedding's. transformers 5 uses such a
+    head even if the config ties it."""
+    embedding, head = NAMING.plain["embedding"], NAMING.plain["head"]
+    if head not in folder.tensors or embedding not in folder.tensors:
+        return False
+    if folder.tensors[head].shape != folder.tensors[embedding].shape:
+        return True
+    one, other = folder.matrix(embedding), folder.matrix(head)
+    return not all(
+        np.array_equal(values(one.rows(first, n, "f32")), values(other.rows(first, n, "f32")))
+        for first in range(0, one.n_rows, HEAD_ROWS)
+        for n in [min(HEAD_ROWS, one.n_rows - first)]
+    )
+
+
+def notes(folder: SafetensorsFolder, spec: ModelSpec) -> tuple[str, ...]:
+    """What a user should know about how the folder was read."""
+    if folder.config.get("tie_word_embeddings") is not True or spec.tied:
+        return ()
+    return (
+        "config.json ties the head to the embedding, but lm_head.weight has other values: it is the "
+        "head, as in transformers 5",
     )
 
 

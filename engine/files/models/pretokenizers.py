@@ -55,3 +55,31 @@ def pre_tokenizer(name: str, origin: str) -> PreTokenizer:
             f"{origin}: tokenizer.ggml.pre is {name!r}, which is not supported; supported: {known}"
         )
     return PRE_TOKENIZERS[name]
+
+
+# Without a name: by architecture, and by a token that only one family's vocabulary has.
+_BY_ARCHITECTURE = {
+    "qwen2": "qwen2",
+    "qwen2moe": "qwen2",
+    "qwen3": "qwen2",
+    "qwen3moe": "qwen2",
+    "olmoe": "olmo",
+}
+_BY_TOKEN = {
+    "<|begin_of_text|>": "llama-bpe",
+    "[TOOL_CALLS]": "tekken",
+    "<repo_name>": "smollm",
+}
+
+
+def guess(architecture: str, tokens: set[str], origin: str) -> str:
+    """The pre-tokenizer of a file that does not name one. Raises ModelError without a clue."""
+    if name := _BY_ARCHITECTURE.get(architecture):
+        return name
+    for token, name in _BY_TOKEN.items():
+        if token in tokens:
+            return name
+    raise ModelError(
+        f"{origin}: tokenizer.ggml.pre is missing, and neither architecture nor vocabulary tells "
+        f"it; name it: cflow convert --pre NAME, one of {', '.join(sorted(PRE_TOKENIZERS))}"
+    )

@@ -30,6 +30,7 @@ class Vocabulary:
     chat_template: str | None = None
     tool_template: str | None = None  # for requests with tools; None: chat_template
     generation: dict[str, float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()  # what a user should know about how it was read
 
     def section(self) -> bytes:
         """The token-bytes table of docs/format.md."""

@@ -2,16 +2,19 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from safetensors import SafetensorError, safe_open
+from tokenizers import Tokenizer
 
 from cflow.engine.base.errors import ModelError
 from cflow.engine.files import inspect
 from cflow.engine.files.convert import convert, open_source
 from cflow.engine.files.formats.safetensors import Shard
 from cflow.engine.native import Model
+from makefiles.conversion import gguf, keys, vocabulary
 from makefiles.gguf_file import tiny_llama
-from makefiles.safetensors_file import entry, shard, tiny_folder
+from makefiles.safetensors_file import entry, shard, tiny_folder, tiny_tensors
 
 POINTER = (
     b"version https://git-lfs.github.com/spec/v1\n"
@@ -99,3 +102,56 @@ def test_f68_inspect_and_loading_refuse_with_the_same_words(change: int, tmp_pat
         Model(str(out))
     assert str(looked.value) == str(loaded.value)
     assert str(len(data) + change) in str(looked.value)
+
+
+@pytest.mark.parametrize("differs", [True, False])
+def test_f61_a_head_with_its_own_values_is_used_although_the_config_ties_it(
+    differs: bool, tmp_path: Path
+) -> None:
+    tensors = tiny_tensors()
+    head = tensors["model.embed_tokens.weight"].copy()
+    head[-1, -1] += differs
+    folder = tiny_folder(tmp_path / "m", tensors | {"lm_head.weight": head})
+    notes: list[str] = []
+    convert(str(folder), tmp_path / "m.cflow", say=notes.append)
+    assert Model(str(tmp_path / "m.cflow")).header.tied == (not differs)
+    assert ["lm_head.weight has other values" in note for note in notes] == [True] * differs
+
+
+def test_f64_of_two_ids_with_one_text_the_last_encodes_and_both_decode(tmp_path: Path) -> None:
+    texts = ["a", "b", "ab", "x", "<|im_end|>", "</s>", "<t>", "ab"]
+    builder = keys(
+        vocabulary(tiny_llama()),
+        ("tokenizer.ggml.tokens", "[s", texts),
+        ("tokenizer.ggml.token_type", "[i", [1, 1, 1, 1, 3, 3, 4, 1]),
+    )
+    source = open_source(gguf(tmp_path, builder))
+    found = source.vocabulary
+    source.close()
+    assert Tokenizer.from_str(found.tokenizer_json.decode()).encode("ab").ids == [7]
+    assert [found.tokens[token] for token in (2, 7)] == [(b"ab", 0), (b"ab", 0)]
+    assert "'ab' (2 and 7)" in found.notes[0]
+
+
+def test_f65_a_missing_pre_tokenizer_is_guessed_or_asked_for(tmp_path: Path) -> None:
+    builder = vocabulary(tiny_llama())
+    builder.keys = [key for key in builder.keys if key[0] != "tokenizer.ggml.pre"]
+    path = gguf(tmp_path, builder)
+    with pytest.raises(ModelError, match=r"--pre NAME, one of .*llama-bpe"):
+        open_source(path)
+    named = open_source(path, pre="gpt-2")
+    assert named.vocabulary.notes == ()
+    named.close()
+    texts = ["a", "b", "ab", "x", "<|im_end|>", "</s>", "<t>", "<|begin_of_text|>"]
+    known = gguf(tmp_path, keys(builder, ("tokenizer.ggml.tokens", "[s", texts)))
+    guessed = open_source(known)
+    assert "suggest 'llama-bpe'" in guessed.vocabulary.notes[0]
+    guessed.close()
+
+
+def test_f70_a_tensor_that_holds_nan_names_its_file(tmp_path: Path) -> None:
+    tensors = tiny_tensors()
+    tensors["model.norm.weight"][3] = np.nan
+    folder = tiny_folder(tmp_path / "m", tensors)
+    with pytest.raises(ModelError, match=r"model\.safetensors: tensor model\.norm\.weight.*NaN"):
+        convert(str(folder), tmp_path / "m.cflow")

@@ -167,7 +167,6 @@ def test_an_unknown_pre_tokenizer_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("tokens", ["a", "a", "ab", "Ġ", "x", "y", "z", "[PAD7]"], "twice"),
         ("token_type", [1, 1], "does not hold 8"),
         ("token_type", [1, 1, 1, 1, 3, 3, 4, 9], "unknown type"),
         ("merges", ["ab"], "not two tokens"),
