@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from cflow.engine.base.config import EngineConfig
 from cflow.engine.base.errors import EngineError, ModelError
 from cflow.engine.base.messages import DiskStats, Ready
 from cflow.engine.base.metadata import Metadata, parse_metadata
-from cflow.engine.base.native_types import Pick, Row, TokenBytes
+from cflow.engine.base.native_types import Pick, Row, TierStats, TokenBytes
 from cflow.engine.base.reports import Report
 from cflow.engine.memory.budget import Budget, open_header
 from cflow.engine.memory.experts import Experts
@@ -23,6 +24,8 @@ from cflow.engine.text.grammar import Vocabulary
 from cflow.engine.text.template import ChatTemplate
 from cflow.engine.worker.read_header import header_of
 from cflow.engine.worker.runner import Context as AnyContext
+
+log = logging.getLogger("cflow.worker")
 
 TRIAL_TOKENS = 16  # they fit into one KV block
 HUGE_PAGES_WANTED = 0.5  # share of the weights; below it there is a note
@@ -95,7 +98,7 @@ def load(config: EngineConfig, digest: str, report: Report) -> Loaded:
         ready,
         vocabulary.result(),
         experts,
-        lambda: _disk_stats(model),
+        _DiskWatch(model),
     )
 
 
@@ -197,11 +200,31 @@ def _disk_facts(model: Model) -> dict[str, Any]:
     return facts
 
 
-def _disk_stats(model: Model) -> dict[str, DiskStats]:
-    names = DiskStats.__struct_fields__
-    tiers = {"experts": model.tier, "layers": model.layer_tier}
-    return {
-        weights: DiskStats(**{name: getattr(tier, name) for name in names})
-        for weights, tier in tiers.items()
-        if tier is not None
-    }
+class _DiskWatch:
+    """Counters of each kind of weights on disk. Logs once if direct reads of a kind end: a file
+    system may refuse them at any time, and reads then go through the page cache."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._direct = {weights for weights, tier in self._tiers().items() if tier.direct_io}
+
+    def __call__(self) -> dict[str, DiskStats]:
+        tiers = self._tiers()
+        for weights in sorted(self._direct):
+            if not tiers[weights].direct_io:
+                self._direct.discard(weights)
+                log.warning(
+                    "%s: the file system refused a direct read; %s are read through the page cache "
+                    "from now on",
+                    self._model.path,
+                    weights,
+                )
+        names = DiskStats.__struct_fields__
+        return {
+            weights: DiskStats(**{name: getattr(tier, name) for name in names})
+            for weights, tier in tiers.items()
+        }
+
+    def _tiers(self) -> dict[str, TierStats]:
+        found = {"experts": self._model.tier, "layers": self._model.layer_tier}
+        return {weights: tier for weights, tier in found.items() if tier is not None}

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,11 @@ from cflow.engine.base import machine
 from cflow.engine.base.cgroup import CpuQuota
 from cflow.engine.base.config import EngineConfig
 from cflow.engine.base.errors import EngineError
+from cflow.engine.base.messages import DiskStats
 from cflow.engine.base.reports import silent
 from cflow.engine.files.convert import convert
 from cflow.engine.native import Model
-from cflow.engine.worker.loading import Loaded, _thread_notes, load
+from cflow.engine.worker.loading import Loaded, _DiskWatch, _thread_notes, load
 from makefiles.safetensors_file import tiny_folder, tiny_tensors
 
 
@@ -83,3 +85,18 @@ def test_f67_a_template_with_a_syntax_error_is_noted(
     assert len(notes) == (note is not None)
     if note:
         assert re.search(note, notes[0])
+
+
+def test_f70_direct_reads_that_end_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    zeros = dict.fromkeys(DiskStats.__struct_fields__, 0)
+    tier = SimpleNamespace(**zeros, direct_io=1)
+    buffered = SimpleNamespace(**zeros, direct_io=0)  # from the start, as a note of Ready says
+    model: Any = SimpleNamespace(path="m.cflow", tier=tier, layer_tier=buffered)
+    watch = _DiskWatch(model)
+    assert set(watch()) == {"experts", "layers"}
+    assert caplog.messages == []
+    tier.direct_io = 0
+    watch()
+    watch()
+    [text] = caplog.messages
+    assert text.startswith("m.cflow: the file system refused a direct read; experts are read")
