@@ -62,8 +62,10 @@ def load(config: EngineConfig, digest: str, report: Report) -> Loaded:
     model = budget.load(share, lambda done, total: report("weights", done, total))
     _expect(digest, model)
     context = Context(model, **share.context)
-    room = min(share.context[name] for name in ("max_rows", "max_context"))
-    _make_a_token(context, model, share.context["kv_type"], room)
+    n_rows = min(TRIAL_TOKENS, share.context["max_rows"], share.context["max_context"])
+    if share.expert_cache:  # the experts of many tokens would fill the cache before it is warmed
+        n_rows = 1
+    _make_a_token(context, model, share.context["kv_type"], n_rows)
     experts = Experts(model) if share.expert_cache else None
     if experts:
         experts.warm(lambda done, total: report("experts", done, total))
@@ -115,7 +117,6 @@ def _expect(digest: str, model: Model) -> None:
 def _make_a_token(context: Context, model: Model, kv: str, n_rows: int) -> None:
     """Generate one token before reporting ready, so that a model that cannot run fails at load. The
     prompt is n_rows tokens from all over the vocabulary: few of them may overflow."""
-    n_rows = min(n_rows, TRIAL_TOKENS)
     context.bind(0, [0])
     tokens = [i * model.header.n_tokens // n_rows for i in range(n_rows)]
     rows = [Row(0, token, i) for i, token in enumerate(tokens[:-1])]
