@@ -148,6 +148,8 @@ SERVER_KEYS: dict[str, Reader] = {
     "drain_timeout": read_seconds,
     "access_log": read_bool,
     "moe_top_k": read_count,
+    "response_memory": read_size,
+    "response_age": read_seconds,
     "special_in_messages": read_bool,
     "special_in_prompts": read_bool,
     "cors_origins": read_origins,
@@ -195,6 +197,8 @@ class ServerConfig:
     tls_cert: Path | None = None  # a file in PEM form; None: no TLS
     tls_key: Path | None = None  # None: in the same file
     moe_top_k: int | None = None  # for requests that do not set it; None: the model's number
+    response_memory: int = 64 << 20  # bytes of responses kept for previous_response_id; 0: none
+    response_age_s: float = 3600.0
     special_in_messages: bool = False  # text of messages may spell special tokens
     special_in_prompts: bool = True
     otlp_traces_endpoint: str | None = None  # None: as OTEL_* variables say, or no traces
@@ -206,6 +210,7 @@ _FIELDS = {
     "ping": "ping_s",
     "drain_timeout": "drain_timeout_s",
     "stuck": "stuck_s",
+    "response_age": "response_age_s",
 }
 
 

@@ -1,56 +1,125 @@
-"""/v1/responses in terms of a chat: requests become chat requests, replies become items."""
+"""/v1/responses in terms of a chat: requests become chat requests, replies become items.
+
+An answer is written once, as events of a stream; a whole answer has the items of these events.
+"""
 
 from __future__ import annotations
 
 import re
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
 from cflow.server.api.generation import Generation
 from cflow.server.api.replies import Reply
-from cflow.server.api.schemas import ChatRequest, ResponsesRequest, Sampling, parse
+from cflow.server.api.schemas import MAX_TOOLS, ChatRequest, ResponsesRequest, Sampling, parse
+from cflow.server.api.stored import ResponseStore
 from cflow.server.api.wire import encode
 from cflow.server.errors import RequestError, shorten
 
+LOGPROBS = "message.output_text.logprobs"  # in `include`
 # Parameters of a chat request, and their names here.
 NAMES = {
     "max_completion_tokens": "max_output_tokens",
+    "logprobs": "include",
     "response_format.json_schema": "text.format",
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
 }
 
 
-def to_chat(ask: ResponsesRequest, turns: list[dict[str, Any]]) -> ChatRequest:
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """functions: as a chat has them. params: the parameter that each comes from. origins: name and
+    namespace of each, by its name there. ignored: types of the other tools, which this server cannot
+    run."""
+
+    functions: list[dict[str, Any]] = field(default_factory=list)
+    params: list[str] = field(default_factory=list)
+    origins: dict[str, tuple[str, str | None]] = field(default_factory=dict)
+    ignored: list[str] = field(default_factory=list)
+
+    def shown(self, name: Any, namespace: Any) -> Any:
+        """The name in the chat of a call that is sent back."""
+        if namespace is None:
+            return name
+        ours = (shown for shown, origin in self.origins.items() if origin == (name, namespace))
+        return next(ours, name)
+
+    def add(self, where: str, tool: dict[str, Any], namespace: str | None) -> None:
+        names = ("name", "description", "parameters", "strict")
+        function = {name: tool[name] for name in names if tool.get(name) is not None}
+        name = function.get("name")
+        if isinstance(name, str):
+            shown = f"{namespace}.{name}" if namespace and name in self.origins else name
+            if shown in self.origins:
+                raise RequestError(f"{where}.name: there are two {name!r}.", param=f"{where}.name")
+            self.origins[shown] = (name, namespace)
+            function["name"] = shown
+        self.functions.append({"type": "function", "function": function})
+        self.params.append(where)
+
+
+def read_tools(ask: ResponsesRequest) -> Tools:
+    """The functions of a request, those in namespaces too. Raises RequestError."""
+    tools = Tools()
+    for i, tool in enumerate(ask.tools):
+        if tool.get("type") == "function":
+            tools.add(f"tools[{i}]", tool, None)
+        elif tool.get("type") == "namespace":
+            inner = tool.get("tools")
+            if not isinstance(inner, list) or not isinstance(tool.get("name"), str):
+                message = f"tools[{i}]: a namespace needs a name and a list of tools."
+                raise RequestError(message, param=f"tools[{i}]")
+            for j, function in enumerate(inner):
+                if isinstance(function, dict) and function.get("type") == "function":
+                    tools.add(f"tools[{i}].tools[{j}]", function, tool["name"])
+                else:
+                    kind = function.get("type") if isinstance(function, dict) else function
+                    tools.ignored.append(f"tools.{kind}")
+        elif isinstance(tool.get("type"), str):
+            tools.ignored.append(f"tools.{tool['type']}")
+        else:
+            message = f"tools[{i}].type is {shorten(tool.get('type'))}; it must be a text."
+            raise RequestError(message, param=f"tools[{i}].type")
+    if len(tools.functions) > MAX_TOOLS:
+        message = f"tools: {len(tools.functions)} functions; at most {MAX_TOOLS} are allowed."
+        raise RequestError(message, param="tools")
+    return tools
+
+
+def to_chat(ask: ResponsesRequest, tools: Tools, turns: list[dict[str, Any]]) -> ChatRequest:
     """The chat request. turns: the messages, from read_input."""
     body: dict[str, Any] = ask.model_dump(
         include=set(Sampling.model_fields) - {"response_format"}, exclude_unset=True, by_alias=True
     )
     body |= {
         "messages": turns,
-        "tools": [_read_tool(i, tool) for i, tool in enumerate(ask.tools)],
-        "tool_choice": _read_choice(ask.tool_choice),
+        "tools": tools.functions,
+        "tool_choice": _read_choice(ask.tool_choice, tools),
         "parallel_tool_calls": ask.parallel_tool_calls,
         "chat_template_kwargs": ask.chat_template_kwargs,
         "reasoning_effort": ask.reasoning_effort,
         "max_completion_tokens": ask.max_output_tokens,
         "response_format": _read_format(ask),
+        "logprobs": LOGPROBS in ask.include or ask.top_logprobs > 0,
+        "top_logprobs": ask.top_logprobs or None,
     }
     return parse(ChatRequest, {key: item for key, item in body.items() if item is not None})
 
 
-def renamed(error: RequestError, origins: list[str]) -> RequestError:
+def renamed(error: RequestError, origins: list[str], tools: Tools) -> RequestError:
     """A chat's error with its parameter renamed. origins: the parameter each turn comes from."""
     param = error.param or ""
-    turn = re.match(r"messages\[(\d+)\]", param)
+    turn, tool = re.match(r"messages\[(\d+)\]", param), re.match(r"tools\[(\d+)\]", param)
     if turn:
         param = origins[int(turn[1])] + param[turn.end() :]
     elif param == "messages":
         param = "input"
-    elif param.startswith("tools["):
-        param = param.replace(".function", "", 1)
+    elif tool:
+        param = tools.params[int(tool[1])] + param[tool.end() :].replace(".function", "", 1)
     else:
         for theirs, ours in NAMES.items():
             if param.startswith(theirs):
@@ -65,28 +134,55 @@ def renamed(error: RequestError, origins: list[str]) -> RequestError:
 # ---- what is asked ----
 
 
-def read_input(ask: ResponsesRequest) -> tuple[list[dict[str, Any]], list[str]]:
-    """The turns of a request, and the parameter that each comes from."""
+def read_items(ask: ResponsesRequest, store: ResponseStore, key: str) -> tuple[list[Any], int]:
+    """The items of the conversation, references resolved, and how many of them are stored ones.
+    Raises RequestError, also a 404."""
+    before: list[Any] = []
+    if ask.previous_response_id is not None:
+        if not store.is_on:
+            message = "previous_response_id: this server keeps no responses (response_memory = 0)."
+            raise RequestError(message, code="unsupported_parameter", param="previous_response_id")
+        before = store.get(key, ask.previous_response_id, param="previous_response_id").items
+    is_text = isinstance(ask.input, str)
+    items = [{"role": "user", "content": ask.input}] if is_text else ask.input or []
+    if not items and not before and ask.instructions is None:
+        message = (
+            "input has no item; without instructions or previous_response_id it must have one."
+        )
+        raise RequestError(message, param="input")
+    resolved = [
+        store.item(key, str(item.get("id")), param=f"input[{i}].id")
+        if isinstance(item, dict) and item.get("type") == "item_reference"
+        else item
+        for i, item in enumerate(items)
+    ]
+    return [*before, *resolved], len(before)
+
+
+def read_input(
+    ask: ResponsesRequest, items: list[Any], n_stored: int, tools: Tools
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """The turns of a conversation, and the parameter that each comes from. n_stored: items at the
+    front that come from a stored response."""
     turns: list[dict[str, Any]] = []
     origins: list[str] = []
     if ask.instructions is not None:
         turns.append({"role": "system", "content": ask.instructions})
         origins.append("instructions")
-    is_text = isinstance(ask.input, str)
-    items = [{"role": "user", "content": ask.input}] if is_text else ask.input
-    for i, item in enumerate(items):
-        turn = _read_item(i, item)
+    for i, item in enumerate(items, -n_stored):
+        where = f"input[{i}]" if i >= 0 else "previous_response_id"
+        turn = _read_item(where, item, tools)
         if turns and turn["role"] == "assistant" and turns[-1].get("_open"):
             _join(turns[-1], turn)
         else:
             turns.append(turn)
-            origins.append(f"input[{i}]")
+            origins.append(where)
     for turn in turns:
         turn.pop("_open", None)
     return turns, origins
 
 
-def _read_item(i: int, item: Any) -> dict[str, Any]:
+def _read_item(where: str, item: Any, tools: Tools) -> dict[str, Any]:
     """The turn of one item.
 
     `_open` marks a turn that later items may extend: reasoning, text and calls of one answer are
@@ -94,21 +190,25 @@ def _read_item(i: int, item: Any) -> dict[str, Any]:
     kind = item.get("type", "message") if isinstance(item, dict) else None
     if kind == "message":
         role = item.get("role")
-        content = _read_content(f"input[{i}].content", item.get("content"))
+        content = _read_content(f"{where}.content", item.get("content"))
         turn = {"role": role, "content": content}
         return turn | {"_open": True} if role == "assistant" else turn
-    if kind == "function_call":
-        function = {"name": item.get("name"), "arguments": item.get("arguments", "{}")}
+    if kind in ("function_call", "custom_tool_call"):
+        name = tools.shown(item.get("name"), item.get("namespace"))
+        arguments = item.get("arguments", "{}")
+        if kind == "custom_tool_call":  # its input is a text
+            arguments = encode({"input": item.get("input")}).decode()
+        function = {"name": name, "arguments": arguments}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
         return {"role": "assistant", "tool_calls": [call], "_open": True}
-    if kind == "function_call_output":
-        content = _read_content(f"input[{i}].output", item.get("output"))
+    if kind in ("function_call_output", "custom_tool_call_output"):
+        content = _read_content(f"{where}.output", item.get("output"))
         return {"role": "tool", "tool_call_id": item.get("call_id"), "content": content}
     if kind == "reasoning":
-        text = _read_content(f"input[{i}].content", item.get("content") or "")
+        text = _read_content(f"{where}.content", item.get("content") or "")
         return {"role": "assistant", "reasoning_content": text, "_open": True}
-    message = f"input[{i}] is {shorten(item)}; items of type {shorten(kind)} are not supported."
-    raise RequestError(message, param=f"input[{i}].type")
+    message = f"{where} is {shorten(item)}; items of type {shorten(kind)} are not supported."
+    raise RequestError(message, param=f"{where}.type")
 
 
 def _join(turn: dict[str, Any], more: dict[str, Any]) -> None:
@@ -134,19 +234,37 @@ def _read_content(where: str, content: Any) -> Any:
     return "".join(texts)
 
 
-def _read_tool(i: int, tool: dict[str, Any]) -> dict[str, Any]:
-    if tool.get("type") != "function":
-        message = f"tools[{i}].type is {shorten(tool.get('type'))}; only functions are supported."
-        raise RequestError(message, param=f"tools[{i}].type")
-    names = ("name", "description", "parameters", "strict")
-    function = {name: tool[name] for name in names if tool.get(name) is not None}
-    return {"type": "function", "function": function}
+def _read_choice(choice: Any, tools: Tools) -> Any:
+    """tool_choice as a chat has it. Raises RequestError if it forces a tool that cannot run here."""
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if kind == "function":
+        return _named(choice, tools)
+    if kind == "allowed_tools":
+        allowed = choice.get("tools")
+        named = [
+            _named(tool, tools)
+            for tool in (allowed if isinstance(allowed, list) else ())
+            if isinstance(tool, dict) and tool.get("type") == "function"
+        ]
+        return {"type": kind, "allowed_tools": {"mode": choice.get("mode"), "tools": named}}
+    if isinstance(kind, str):
+        message = (
+            f"tool_choice forces a tool of type {shorten(kind)}, which this server cannot run."
+        )
+        raise RequestError(message, code="unsupported_parameter", param="tool_choice")
+    if choice == "required" and tools.ignored and not tools.functions:
+        kinds = ", ".join(kind.removeprefix("tools.") for kind in tools.ignored[:5])
+        message = f"tool_choice is required, but this server can run none of the tools: {kinds}."
+        raise RequestError(message, code="unsupported_parameter", param="tool_choice")
+    return choice if tools.functions or choice != "auto" else None
 
 
-def _read_choice(choice: Any) -> Any:
-    if isinstance(choice, dict) and choice.get("type") == "function":
-        return {"type": "function", "function": {"name": choice.get("name")}}
-    return choice
+def _named(choice: dict[str, Any], tools: Tools) -> dict[str, Any]:
+    """A choice of one function; also in the form that a chat has."""
+    inner = choice.get("function")
+    name = inner.get("name") if isinstance(inner, dict) else choice.get("name")
+    name = tools.shown(name, choice.get("namespace"))
+    return {"type": "function", "function": {"name": name}}
 
 
 def _read_format(ask: ResponsesRequest) -> Any:
@@ -171,41 +289,36 @@ def _reasoning_part(text: str) -> dict[str, Any]:
     return {"type": "reasoning_text", "text": text}
 
 
-def _message(text: str, status: str = "completed") -> dict[str, Any]:
-    content = [_text_part(text)]
+def _message() -> dict[str, Any]:
+    content = [_text_part("")]
     item = {"type": "message", "id": _new_id("msg"), "role": "assistant", "content": content}
-    return item | {"status": status}
+    return item | {"status": "in_progress"}
 
 
-def _reasoning(text: str, status: str = "completed") -> dict[str, Any]:
-    content = [_reasoning_part(text)]
+def _reasoning() -> dict[str, Any]:
+    content = [_reasoning_part("")]
     item = {"type": "reasoning", "id": _new_id("rs"), "summary": [], "content": content}
-    return item | {"status": status}
+    return item | {"status": "in_progress"}
 
 
-def _call(call: dict[str, Any], status: str = "completed") -> dict[str, Any]:
+def _call(call: dict[str, Any], tools: Tools) -> dict[str, Any]:
     item = {"type": "function_call", "id": _new_id("fc"), "call_id": call["id"]}
-    return {**item, **call["function"], "status": status}
-
-
-def items_of(reply: Reply) -> list[dict[str, Any]]:
-    """The output items of a complete answer."""
-    message = reply.message()
-    status = "incomplete" if reply.reason == "length" else "completed"
-    items = []
-    if "reasoning_content" in message:
-        items.append(_reasoning(message["reasoning_content"]))
-    if message["content"] or "tool_calls" not in message:
-        items.append(_message(message["content"] or ""))
-    items += [_call(call) for call in message.get("tool_calls", [])]
-    items[-1]["status"] = status
-    return items
+    name, namespace = tools.origins[call["function"]["name"]]
+    more = {} if namespace is None else {"namespace": namespace}
+    return {**item, **call["function"], "name": name, **more, "status": "in_progress"}
 
 
 class Response:
     """The response object: a whole answer, and part of events."""
 
-    def __init__(self, ask: ResponsesRequest, model: str, temperature: float, top_p: float) -> None:
+    def __init__(
+        self,
+        ask: ResponsesRequest,
+        model: str,
+        temperature: float,
+        top_p: float,
+        is_stored: bool,
+    ) -> None:
         self._fields = {
             "id": _new_id("resp"),
             "object": "response",
@@ -220,9 +333,9 @@ class Response:
             "tool_choice": ask.tool_choice,
             "parallel_tool_calls": ask.parallel_tool_calls,
             "text": {"format": (ask.text and ask.text.format) or {"type": "text"}},
-            "previous_response_id": None,
+            "previous_response_id": ask.previous_response_id,
             "background": False,
-            "store": False,
+            "store": is_stored,
             "truncation": "disabled",
         }
 
@@ -263,8 +376,9 @@ def _usage(generation: Generation) -> dict[str, Any]:
 class EventWriter:
     """The events of a stream. Each run of text, run of reasoning and call is an item."""
 
-    def __init__(self) -> None:
+    def __init__(self, tools: Tools) -> None:
         self.items: list[dict[str, Any]] = []
+        self._tools = tools
         self._n = 0
         self._is_open = False  # whether the last item may still grow
 
@@ -273,26 +387,33 @@ class EventWriter:
         self._n += 1
         return b"event: %s\ndata: %s\n\n" % (kind.encode(), encode(data))
 
-    def add(self, delta: dict[str, Any]) -> Iterator[bytes]:
-        """Events for one delta of a chat."""
+    def add(self, delta: dict[str, Any], logprobs: list[Any]) -> Iterator[bytes]:
+        """Events for one delta of a chat. logprobs: of its tokens, if it is text."""
         for call in delta.get("tool_calls", ()):
             if "id" in call:
-                yield from self._begin(_call(call, "in_progress"))
+                yield from self._begin(_call(call, self._tools))
             if piece := call["function"]["arguments"]:
                 self.items[-1]["arguments"] += piece
                 yield self._on_item("response.function_call_arguments.delta", delta=piece)
         if "reasoning_content" in delta:
             yield from self._write("reasoning", delta["reasoning_content"])
         if "content" in delta:
-            yield from self._write("message", delta["content"])
+            yield from self._write("message", delta["content"], logprobs=logprobs)
 
-    def _write(self, kind: str, text: str) -> Iterator[bytes]:
+    def _write(self, kind: str, text: str, **more: list[Any]) -> Iterator[bytes]:
         if not self._is_open or self.items[-1]["type"] != kind:
-            new = _message if kind == "message" else _reasoning
-            yield from self._begin(new("", "in_progress"))
-        self.items[-1]["content"][0]["text"] += text
-        more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
+            yield from self._begin(_message() if kind == "message" else _reasoning())
+        part = self.items[-1]["content"][0]
+        part["text"] += text
+        if "logprobs" in more:
+            part["logprobs"] += more["logprobs"]
         yield self._on_part(f"{self._text_kind}.delta", delta=text, **more)
+
+    def end(self, status: str) -> Iterator[bytes]:
+        """Events that end the answer, which has at least one item."""
+        if not self.items:
+            yield from self._begin(_message())
+        yield from self.close(status)
 
     def _begin(self, item: dict[str, Any]) -> Iterator[bytes]:
         yield from self.close()
@@ -317,7 +438,7 @@ class EventWriter:
             yield self._on_item("response.function_call_arguments.done", **done)
         else:
             part = item["content"][0]
-            more: dict[str, Any] = {"logprobs": []} if item["type"] == "message" else {}
+            more = {"logprobs": part["logprobs"]} if item["type"] == "message" else {}
             yield self._on_part(f"{self._text_kind}.done", text=part["text"], **more)
             yield self._on_part("response.content_part.done", part=part)
         yield self._of_item("response.output_item.done")

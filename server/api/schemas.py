@@ -278,21 +278,17 @@ class TextConfig(Body):
 def _is_input(value: object) -> object:
     if not isinstance(value, str | list):
         raise _fault(f"input is {shorten(value)}; it must be a text or a list of items")
-    if isinstance(value, list) and not 0 < len(value) <= MAX_MESSAGES:
-        raise _fault(f"{len(value)} items; at least 1 and at most {MAX_MESSAGES} are allowed")
+    if isinstance(value, list) and len(value) > MAX_MESSAGES:
+        raise _fault(f"{len(value)} items; at most {MAX_MESSAGES} are allowed")
     return value
 
 
 class Reasoning(Body):
     effort: Effort | None = None
 
-    # Clients send these; they have no effect here.
-    summary: Any = None
-    generate_summary: Any = None
-
 
 class ResponsesRequest(Sampling):
-    """POST /v1/responses, without stored responses."""
+    """POST /v1/responses."""
 
     input: Annotated[Any, BeforeValidator(_is_input)]
     instructions: str | None = None
@@ -305,8 +301,9 @@ class ResponsesRequest(Sampling):
     parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] = Field(default={})
     include: Annotated[list[str], Field(max_length=64, fail_fast=True)] = Field(default=[])
-    top_logprobs: int = 0
-    previous_response_id: Any = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] = 0
+    previous_response_id: Annotated[str, Field(max_length=256)] | None = None
+    store: bool = Field(default=True, description="keep the response for previous_response_id")
     conversation: Any = None
     background: Any = None
     prompt: Any = None
@@ -359,6 +356,7 @@ SHAPES: dict[str, Any] = {
         Message,
         ToolCall,
         FunctionCall,
+        Reasoning,
         Tool,
         Function,
         TextConfig,
@@ -400,6 +398,14 @@ def ignored_header(
     unknown = (name for name in body if name not in kind.model_fields)
     names = ",".join(quote(name[:64], safe="") for name in islice(chain(ignored, unknown), 20))
     return {"x-cflow-ignored-params": names} if names else {}
+
+
+def with_ignored(headers: dict[str, str], more: list[str]) -> dict[str, str]:
+    """The headers of ignored_header() with more names."""
+    names = [quote(name[:64], safe="") for name in dict.fromkeys(more)][:20]
+    known = headers.get("x-cflow-ignored-params")
+    names = [known, *names] if known else names
+    return headers | ({"x-cflow-ignored-params": ",".join(names)} if names else {})
 
 
 def render_messages(messages: list[Message]) -> list[dict[str, Any]]:

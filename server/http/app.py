@@ -11,6 +11,7 @@ from fastapi.routing import APIRoute
 
 from cflow.engine.base.errors import CflowError
 from cflow.engine.client.engine import Engine
+from cflow.server.api.stored import ResponseStore
 from cflow.server.config import ServerConfig
 from cflow.server.http.auth import ApiKeys, Authentication
 from cflow.server.http.errors import install_error_handlers
@@ -69,7 +70,8 @@ def create_app(config: ServerConfig, engine: Engine) -> FastAPI:
     metrics = Metrics(engine)
     tracing = _start_tracing(config)
     keys = ApiKeys(config.api_keys) if config.api_keys is not None else None
-    app.state.service = Service(config, engine, metrics, tracing, keys)
+    store = ResponseStore(config.response_memory, config.response_age_s)
+    app.state.service = Service(config, engine, metrics, tracing, keys, store)
     for router in ROUTERS:
         app.include_router(router)
     install_error_handlers(app)
@@ -83,7 +85,7 @@ def create_app(config: ServerConfig, engine: Engine) -> FastAPI:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=config.cors_origins,
-            allow_methods=("GET", "POST"),
+            allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),
             expose_headers=(
                 "Retry-After",

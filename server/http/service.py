@@ -22,6 +22,7 @@ from cflow.server.api.schemas import (
     ignored_header,
     parse,
 )
+from cflow.server.api.stored import ResponseStore
 from cflow.server.config import ServerConfig
 from cflow.server.http.auth import ApiKeys
 from cflow.server.http.body import decode_object, read_body
@@ -39,6 +40,7 @@ class Service:
     metrics: Metrics
     tracing: Tracing | None
     keys: ApiKeys | None
+    responses: ResponseStore
 
     async def read(self, request: Request, kind: type[AnyBody]) -> tuple[AnyBody, dict[str, str]]:
         """The request's body, and headers for its answer. Raises RequestError, also if the engine
@@ -81,7 +83,7 @@ class Service:
             prompts=[prompt.ids for prompt in prompts],
             sampling=sampling,
             n_choices=n_choices,
-            key=request.scope.get("state", {}).get("key", ""),
+            key=self.key_of(request),
             shares_queue=self.keys is not None and self.keys.are_several,
             priority=ask.priority,
             timeout_s=ask.timeout_s,
@@ -100,6 +102,11 @@ class Service:
             n_experts=sampling[0].n_experts or self.engine.card.top_k,
             n_deferred=ready.n_deferred if ready else 0,
         )
+
+    def key_of(self, request: Request) -> str:
+        """The name of the request's API key; "" on a server without keys."""
+        key: str = request.scope.get("state", {}).get("key", "")
+        return key
 
     def _follow(self, request: Request, how: SamplingParams) -> OnEnd | None:
         if self.tracing is None:

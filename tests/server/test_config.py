@@ -49,7 +49,7 @@ def test_every_key_has_an_environment_name() -> None:
         "drain_timeout": "7", "access_log": "yes", "moe_top_k": "3",
         "cors_origins": "http://a, https://b.c:8", "tls_cert": "/c", "tls_key": "/d",
         "otlp_traces_endpoint": "https://otel:4318/v1/traces",
-        "special_in_messages": "yes", "special_in_prompts": "no",
+        "response_memory": "1M", "response_age": "60", "special_in_messages": "yes", "special_in_prompts": "no",
     }  # fmt: skip
     assert good.keys() == ENGINE_KEYS.keys() | SERVER_KEYS.keys()
     environ = {f"CFLOW_{key.upper()}": value for key, value in good.items()}

@@ -157,12 +157,10 @@ def card_for(service: Service, ask: ChatRequest) -> ModelCard:
     return card.for_tools if ask.tools else card
 
 
-async def begin(service: Service, request: Request, ask: ChatRequest) -> Talk:
-    """Submit a checked request to the engine."""
+async def render(service: Service, ask: ChatRequest, calling: Calling) -> Prompt:
+    """The prompt of a checked request. Raises RequestError."""
     card = card_for(service, ask)
-    calling = read_tools(ask, card)
-    body = await grammar_of(ask, card.grammars)
-    prompt = await render_chat(
+    return await render_chat(
         card,
         render_messages(ask.messages),
         card.dialect.effort(ask.reasoning_effort) | ask.chat_template_kwargs,
@@ -172,6 +170,14 @@ async def begin(service: Service, request: Request, ask: ChatRequest) -> Talk:
         parse_special=service.may_spell_special(ask),
         context=context_of(service.engine),
     )
+
+
+async def begin(service: Service, request: Request, ask: ChatRequest) -> Talk:
+    """Submit a checked request to the engine."""
+    card = card_for(service, ask)
+    calling = read_tools(ask, card)
+    body = await grammar_of(ask, card.grammars)
+    prompt = await render(service, ask, calling)
     begun = (ask.messages[-1].content or "") if ask.continue_final_message else ""
     thinking = card.dialect.thinking(prompt.text, begun)
     form = await form_of(calling, body, thinking, card)

@@ -1,36 +1,73 @@
-"""POST /v1/responses, without stored responses, over the same generation as a chat."""
+"""POST /v1/responses over the same generation as a chat, and the responses that it keeps."""
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import NamedTuple
 
 from fastapi import APIRouter, Request, Response
 
-from cflow.engine.base.messages import Progress
+from cflow.engine.base.messages import Delta, Progress
 from cflow.server.api import responses
+from cflow.server.api.admission import check_ready
 from cflow.server.api.generation import Generation
+from cflow.server.api.logprobs import chat_logprobs
 from cflow.server.api.replies import Reply
-from cflow.server.api.responses import EventWriter, items_of, read_input, renamed, to_chat
-from cflow.server.api.schemas import ResponsesRequest
+from cflow.server.api.responses import (
+    EventWriter,
+    Tools,
+    read_input,
+    read_items,
+    read_tools,
+    renamed,
+    to_chat,
+)
+from cflow.server.api.schemas import ChatRequest, ResponsesRequest, with_ignored
+from cflow.server.api.tools import read_tools as read_calling
 from cflow.server.api.wire import encode
 from cflow.server.errors import ClientGone, RequestError, answer_failure
-from cflow.server.http.routes.chat import begin, check, gather
-from cflow.server.http.service import json_schema, service_of
+from cflow.server.http.routes.chat import begin, card_for, check, render
+from cflow.server.http.service import Service, json_schema, service_of
 from cflow.server.http.sse import Events, watching
 
 router = APIRouter()
 
 
+class Asked(NamedTuple):
+    """A checked request. items: the conversation. params: the parameter each turn comes from."""
+
+    ask: ResponsesRequest
+    chat: ChatRequest
+    items: list[dict[str, object]]
+    params: list[str]
+    tools: Tools
+    headers: dict[str, str]
+
+
+async def read(service: Service, request: Request) -> Asked:
+    """Raises RequestError."""
+    ask, headers = await service.read(request, ResponsesRequest)
+    check_state(ask)
+    tools = read_tools(ask)
+    items, n_stored = read_items(ask, service.responses, service.key_of(request))
+    turns, params = read_input(ask, items, n_stored, tools)
+    try:
+        chat = to_chat(ask, tools, turns)
+        check(chat)
+    except RequestError as error:
+        raise renamed(error, params, tools) from None
+    return Asked(ask, chat, items, params, tools, with_ignored(headers, tools.ignored))
+
+
 def check_state(ask: ResponsesRequest) -> None:
-    """Reject what needs stored responses, and what only other routes offer."""
-    for name in ("previous_response_id", "conversation", "background", "prompt"):
+    """Reject what this server does not do in the background or keep, and what other routes offer."""
+    for name in ("conversation", "background", "prompt"):
         if getattr(ask, name):
-            message = f"{name} is not supported: this server keeps no responses."
+            message = f"{name} is not supported: send the whole input, or previous_response_id."
+            if name == "background":
+                message = "background is not supported: a response is computed while you wait."
             raise RequestError(message, code="unsupported_parameter", param=name)
-    if ask.top_logprobs or "message.output_text.logprobs" in ask.include:
-        name = "top_logprobs" if ask.top_logprobs else "include"
-        message = f"{name} is not supported here; get log-probabilities from /v1/chat/completions."
-        raise RequestError(message, code="unsupported_parameter", param=name)
     if ask.prompt_logprobs is not None or ask.return_token_ids:
         name = "return_token_ids" if ask.return_token_ids else "prompt_logprobs"
         message = f"{name} is not supported here; use /v1/chat/completions."
@@ -39,49 +76,125 @@ def check_state(ask: ResponsesRequest) -> None:
         raise RequestError("n must be 1.", param="n")
 
 
-async def stream(response: responses.Response, generation: Generation, reply: Reply) -> Events:
-    write = EventWriter()
-    yield write.event("response.created", response=response.begun())
-    yield write.event("response.in_progress", response=response.begun())
-    try:
-        async with aclosing(generation.events()) as events:
-            async for _, delta in events:
-                if isinstance(delta, Progress):
-                    continue
-                for piece in reply.add(delta):
-                    for event in write.add(piece):
-                        yield event
-    except Exception as error:
-        failed = response.failed(write.items, answer_failure(error))
-        yield write.event("response.failed", response=failed)
-        return
-    generation.n_reasoning = reply.n_reasoning
-    kind = "incomplete" if reply.reason == "length" else "completed"
-    for event in write.close(kind):
-        yield event
-    ended = response.ended(reply, write.items, generation)
-    yield write.event(f"response.{kind}", response=ended)
+class Telling:
+    """One response as it is generated: its events, and the object that a whole answer is."""
+
+    def __init__(
+        self, service: Service, request: Request, asked: Asked, generation: Generation, reply: Reply
+    ) -> None:
+        self._service, self._key = service, service.key_of(request)
+        self._asked = asked
+        self._generation, self._reply = generation, reply
+        self._write = EventWriter(asked.tools)
+        self._logprobs: list[object] = []  # of tokens whose text is not certain yet
+
+    async def events(self, response: responses.Response) -> Events:
+        write = self._write
+        yield write.event("response.created", response=response.begun())
+        yield write.event("response.in_progress", response=response.begun())
+        try:
+            async with aclosing(self._pieces(self._generation.events())) as pieces:
+                async for event in pieces:
+                    yield event
+        except Exception as error:
+            failed = response.failed(write.items, answer_failure(error))
+            yield write.event("response.failed", response=failed)
+            return
+        status = self.status
+        for event in write.end(status):
+            yield event
+        yield write.event(f"response.{status}", response=self._ended(response))
+
+    async def whole(self, response: responses.Response) -> bytes:
+        async for _ in self._pieces(self._generation.deltas()):
+            pass
+        for _ in self._write.end(self.status):
+            pass
+        return encode(self._ended(response))
+
+    @property
+    def status(self) -> str:
+        return "incomplete" if self._reply.reason == "length" else "completed"
+
+    async def _pieces(
+        self,
+        deltas: AsyncGenerator[tuple[int, Delta | Progress]] | AsyncGenerator[tuple[int, Delta]],
+    ) -> AsyncGenerator[bytes]:
+        async for _, delta in deltas:
+            if isinstance(delta, Progress):
+                continue
+            logprobs = self._logprobs_of(delta)
+            for piece in self._reply.add(delta):
+                for event in self._write.add(piece, logprobs if "content" in piece else []):
+                    yield event
+                self._logprobs, logprobs = [], []
+
+    def _logprobs_of(self, delta: Delta) -> list[object]:
+        if self._asked.chat.logprobs:
+            tokenizer = self._service.engine.card.tokenizer
+            self._logprobs += chat_logprobs(tokenizer, delta.logprobs)
+        return self._logprobs
+
+    def _ended(self, response: responses.Response) -> dict[str, object]:
+        self._generation.n_reasoning = self._reply.n_reasoning
+        ended = response.ended(self._reply, self._write.items, self._generation)
+        if ended["store"]:
+            items = [*self._asked.items, *self._write.items]
+            self._service.responses.put(self._key, ended, items)
+        return ended
 
 
 @router.post("/v1/responses", openapi_extra=json_schema(ResponsesRequest))
 async def create_response(request: Request) -> Response:
-    """Answer a conversation, statelessly. Streams if stream is true."""
+    """Answer a conversation, which may go on from a stored response. Streams if stream is true."""
     service = service_of(request)
-    ask, headers = await service.read(request, ResponsesRequest)
-    check_state(ask)
-    turns, origins = read_input(ask)
+    asked = await read(service, request)
+    ask = asked.ask
     try:
-        chat = to_chat(ask, turns)
-        check(chat)
-        _, how, generation, (reply,) = await begin(service, request, chat)
+        _, how, generation, (reply,) = await begin(service, request, asked.chat)
     except RequestError as error:
-        raise renamed(error, origins) from None
-    response = responses.Response(ask, service.engine.card.name, how.temperature, how.top_p)
+        raise renamed(error, asked.params, asked.tools) from None
+    is_stored = ask.store and service.responses.is_on
+    name = service.engine.card.name
+    response = responses.Response(ask, name, how.temperature, how.top_p, is_stored)
+    telling = Telling(service, request, asked, generation, reply)
     if ask.stream:
-        return service.stream(stream(response, generation, reply), generation, headers)
+        return service.stream(telling.events(response), generation, asked.headers)
     async with watching(request.receive, generation.cancel):
-        await gather(generation, [reply])
+        body = await telling.whole(response)
     if generation.is_cancelled:
         raise ClientGone
-    body = encode(response.ended(reply, items_of(reply), generation))
-    return Response(body, media_type="application/json", headers=headers)
+    return Response(body, media_type="application/json", headers=asked.headers)
+
+
+@router.post("/v1/responses/input_tokens", openapi_extra=json_schema(ResponsesRequest))
+async def count_input_tokens(request: Request) -> Response:
+    """Count the tokens of a request's prompt without answering it."""
+    service = service_of(request)
+    asked = await read(service, request)
+    try:
+        calling = read_calling(asked.chat, card_for(service, asked.chat))
+        prompt = await render(service, asked.chat, calling)
+    except RequestError as error:
+        raise renamed(error, asked.params, asked.tools) from None
+    body = {"object": "response.input_tokens", "input_tokens": len(prompt.ids)}
+    return Response(encode(body), media_type="application/json", headers=asked.headers)
+
+
+@router.get("/v1/responses/{response_id}")
+async def show_response(request: Request, response_id: str) -> Response:
+    """A stored response."""
+    service = service_of(request)
+    check_ready(service.engine, service.metrics)
+    stored = service.responses.get(service.key_of(request), response_id)
+    return Response(encode(stored.response), media_type="application/json")
+
+
+@router.delete("/v1/responses/{response_id}")
+async def delete_response(request: Request, response_id: str) -> Response:
+    """Forget a stored response."""
+    service = service_of(request)
+    check_ready(service.engine, service.metrics)
+    service.responses.delete(service.key_of(request), response_id)
+    body = {"id": response_id, "object": "response", "deleted": True}
+    return Response(encode(body), media_type="application/json")

@@ -131,11 +131,11 @@ def test_streams_end_with_what_they_told(
     assert [event.output_index for event in added] == list(range(len(expected)))
 
 
-def seen(live: Live) -> list[dict[str, Any]]:
+def seen(live: Live, what: str = "messages") -> list[dict[str, Any]]:
     """What the template was shown."""
     assert isinstance(live.engine.template, Template)
-    turns: list[dict[str, Any]] = live.engine.template.seen["messages"]
-    return turns
+    shown: list[dict[str, Any]] = live.engine.template.seen[what]
+    return shown
 
 
 def test_items_become_turns(tell: Tell) -> None:
@@ -197,7 +197,7 @@ def test_knobs_reach_the_engine(tell: Tell) -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"input": None}, "input"), ({"input": 5}, "input"), ({"input": []}, "input"),
+        ({"input": 5}, "input"), ({"input": []}, "input"),
         ({"input": [5]}, "input[0].type"), ({"input": [{"type": "computer_call"}]}, "input[0].type"),
         ({"input": [{"role": "wizard", "content": "x"}]}, "input[0].role"),
         ({"input": [{"role": "user"}], "instructions": "x"}, "input[0].content"),
@@ -205,14 +205,21 @@ def test_knobs_reach_the_engine(tell: Tell) -> None:
         ({"input": [{"type": "function_call", "call_id": "a", "arguments": "{}"}]},
          "input[0].tool_calls[0].function.name"),
         ({"input": "x" * 500}, "input"),
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"previous_response_id": 5}, "previous_response_id"),
         ({"background": True}, "background"), ({"conversation": "c"}, "conversation"),
         ({"prompt_logprobs": 0}, "prompt_logprobs"), ({"return_token_ids": True}, "return_token_ids"),
-        ({"top_logprobs": 3}, "top_logprobs"), ({"n": 2}, "n"), ({"temperature": 3}, "temperature"),
-        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"top_logprobs": 21}, "top_logprobs"), ({"n": 2}, "n"), ({"temperature": 3}, "temperature"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
+        ({"tools": [{"type": 5}]}, "tools[0].type"),
+        ({"tools": [{"type": "web_search"}, {"type": "function", "name": "a b"}]}, "tools[1].name"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "a b"}]}]},
+         "tools[0].tools[0].name"),
+        ({"tools": [{"type": "namespace", "tools": []}]}, "tools[0]"),
+        ({"tools": [TOOLS[0], TOOLS[0]]}, "tools[1].name"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "web_search"}}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice"),
+        ({"reasoning": {"effort": "lots"}}, "reasoning.effort"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "x"}}, "tool_choice"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
         ({"text": {"format": {"type": "json_schema", "schema": {"type": "wizard"}}}}, "text.format.schema"),
@@ -248,3 +255,172 @@ def test_a_failure_in_the_stream_is_an_event(
     assert error.code == "server_error"
     assert error.message.startswith(told)
     assert json.loads(ask(live).text)["error"]["code"] == code
+
+
+HOSTED = [{"type": "web_search"}, {"type": "custom", "name": "apply_patch"}]
+
+
+def test_f10_hosted_tools_are_named_and_left_out(tell: Tell) -> None:
+    live = tell(CALL)
+    response = ask(live, tools=[*HOSTED, *TOOLS])
+    assert response.headers["x-cflow-ignored-params"] == "tools.web_search,tools.custom"
+    (call,) = response.json()["output"]
+    assert (call["type"], call["name"]) == ("function_call", "get_weather")
+    assert [tool["function"]["name"] for tool in seen(live, "tools")] == [
+        "get_weather",
+        "clock",
+    ]
+    assert ask(tell("x"), tools=HOSTED).json()["output"][0]["content"][0]["text"] == "x"
+
+
+def test_f10_functions_of_a_namespace_are_functions(tell: Tell) -> None:
+    live = tell(CALL)
+    space = {"type": "namespace", "name": "weather", "description": "d", "tools": [TOOLS[0]]}
+    (call,) = ask(live, tools=[space]).json()["output"]
+    assert (call["name"], call["namespace"]) == ("get_weather", "weather")
+    output = {"type": "function_call_output", "call_id": call["call_id"], "output": "hot"}
+    ask(live, tools=[space], input=[{"role": "user", "content": "hi"}, call, output])
+    (sent,) = seen(live)[1]["tool_calls"]
+    assert sent["function"]["name"] == "get_weather"
+
+
+def test_f10_two_functions_of_one_name_are_told_apart(tell: Tell) -> None:
+    live = tell(CALL.replace("get_weather", "b.get_weather"))
+    spaces = [{"type": "namespace", "name": name, "tools": [TOOLS[0]]} for name in ("a", "b")]
+    (call,) = ask(live, tools=spaces).json()["output"]
+    assert (call["name"], call["namespace"]) == ("get_weather", "b")
+
+
+def test_f10_calls_of_custom_tools_are_turns(tell: Tell) -> None:
+    live = tell("x")
+    items = [
+        {"role": "user", "content": "hi"},
+        {"type": "custom_tool_call", "call_id": "c", "name": "patch", "input": "text"},
+        {"type": "custom_tool_call_output", "call_id": "c", "output": "done"},
+    ]
+    assert ask(live, input=items).status_code == 200
+    _, call, result = seen(live)
+    assert call["tool_calls"][0]["function"] == {"name": "patch", "arguments": {"input": "text"}}
+    assert (result["role"], result["content"]) == ("tool", "done")
+
+
+def test_f10_references_are_resolved_or_not_found(tell: Tell) -> None:
+    live = tell("x")
+    first = ask(live).json()
+    reference = {"type": "item_reference", "id": first["output"][0]["id"]}
+    assert ask(live, input=[reference, {"role": "user", "content": "b"}]).status_code == 200
+    assert [turn["content"] for turn in seen(live)] == ["x", "b"]
+    missing = ask(live, input=[reference | {"id": "msg_0"}])
+    assert missing.status_code == 404
+    assert (error_of(missing)["code"], error_of(missing)["param"]) == (
+        "item_not_found",
+        "input[0].id",
+    )
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"type": "function", "name": "clock"},
+        {"type": "function", "function": {"name": "clock"}},
+    ],
+)
+def test_f20_a_named_tool_in_both_forms(tell: Tell, choice: dict[str, Any]) -> None:
+    live = tell(CALL_2)
+    (call,) = ask(live, tools=TOOLS, tool_choice=choice).json()["output"]
+    assert call["name"] == "clock"
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_f21_only_allowed_tools_count(tell: Tell, mode: str) -> None:
+    allowed = [{"type": "function", "name": "clock"}]
+    choice = {"type": "allowed_tools", "mode": mode, "tools": allowed}
+    live = tell(CALL)  # a call of the other one
+    body = ask(live, tools=TOOLS, tool_choice=choice).json()
+    assert [item["type"] for item in body["output"]] == ["message"]
+    assert [tool["function"]["name"] for tool in seen(live, "tools")] == ["clock"]
+    grammar = live.engine.calls[-1].sampling.grammar
+    assert (grammar is not None) == (mode == "required")
+
+
+@pytest.mark.parametrize(
+    ("fields", "status"),
+    [
+        ({"input": []}, 400),
+        ({"input": [], "instructions": "i"}, 200),
+        ({"input": ""}, 200),
+        ({"input": [], "previous_response_id": "known"}, 200),
+    ],
+)
+def test_f25_there_is_something_to_answer(tell: Tell, fields: dict[str, Any], status: int) -> None:
+    live = tell("x")
+    if "previous_response_id" in fields:
+        fields = fields | {"previous_response_id": ask(live).json()["id"]}
+    assert ask(live, **fields).status_code == status
+
+
+class TestStore:
+    def test_a_response_goes_on_from_another(self, tell: Tell) -> None:
+        live = tell("x")
+        first = ask(live, instructions="i").json()
+        assert first["store"] is True
+        second = ask(live, input="b", previous_response_id=first["id"]).json()
+        assert second["previous_response_id"] == first["id"]
+        assert [(t["role"], t["content"]) for t in seen(live)] == [
+            ("user", "hi"), ("assistant", "x"), ("user", "b")
+        ]  # fmt: skip
+        events = stream(live, input="c", previous_response_id=second["id"])
+        assert [t["content"] for t in seen(live)] == ["hi", "x", "b", "x", "c"]
+        last = events[-1].response
+        kept = live.client.get(f"/v1/responses/{last.id}").json()
+        assert kept == json.loads(last.model_dump_json(exclude_unset=True))
+
+    def test_it_is_shown_and_deleted(self, tell: Tell) -> None:
+        live = tell("x")
+        body = ask(live).json()
+        path = f"/v1/responses/{body['id']}"
+        assert live.client.get(path).json() == body
+        assert live.client.delete(path).json() == {
+            "id": body["id"], "object": "response", "deleted": True
+        }  # fmt: skip
+        for response in (live.client.get(path), live.client.delete(path)):
+            assert response.status_code == 404
+            assert error_of(response)["code"] == "response_not_found"
+        gone = ask(live, previous_response_id=body["id"])
+        assert (gone.status_code, error_of(gone)["param"]) == (404, "previous_response_id")
+
+    def test_nothing_is_kept_unless_wanted(self, tell: Tell, serve: Any) -> None:
+        live = tell("x")
+        body = ask(live, store=False).json()
+        assert body["store"] is False
+        assert live.client.get(f"/v1/responses/{body['id']}").status_code == 404
+        off = serve(FakeEngine(template=Template("")), response_memory=0)
+        body = ask(off).json()
+        assert body["store"] is False
+        refused = ask(off, previous_response_id=body["id"])
+        assert error_of(refused)["param"] == "previous_response_id"
+        assert "response_memory" in error_of(refused)["message"]
+
+    def test_tokens_of_the_input_are_counted(self, tell: Tell) -> None:
+        live = tell("x")
+        first = ask(live).json()
+        fields = {"input": "b", "previous_response_id": first["id"], "tools": TOOLS}
+        counted = live.post("/v1/responses/input_tokens", fields).json()
+        usage = ask(live, **fields).json()["usage"]
+        assert counted == {"object": "response.input_tokens", "input_tokens": usage["input_tokens"]}
+
+
+def test_log_probabilities_belong_to_the_text(serve: Any) -> None:
+    live = serve(FakeEngine())
+    fields = {
+        "include": ["message.output_text.logprobs"],
+        "top_logprobs": 2,
+        "max_output_tokens": 3,
+    }
+    (item,) = ask(live, **fields).json()["output"]
+    (part,) = item["content"]
+    assert "".join(entry["token"] for entry in part["logprobs"]) == part["text"]
+    assert all(len(entry["top_logprobs"]) == 2 for entry in part["logprobs"])
+    told = [event for event in stream(live, **fields) if event.type == "response.output_text.delta"]
+    streamed = [entry for event in told for entry in event.logprobs]
+    assert [entry.token for entry in streamed] == [entry["token"] for entry in part["logprobs"]]
