@@ -18,6 +18,10 @@ GENERATION_RANGES = {
 }
 
 
+# How a model for embeddings makes one vector of the rows of a text.
+POOLINGS = ("last", "mean")
+
+
 @dataclass(frozen=True, slots=True)
 class Metadata:
     name: str
@@ -26,6 +30,8 @@ class Metadata:
     eos_ids: tuple[int, ...]
     chat_template: str | None
     tool_template: str | None  # for requests with tools; None: chat_template
+    pooling: str | None  # one of POOLINGS; None: the model is not for embeddings
+    normalise: bool  # embeddings have length 1
 
 
 def parse_metadata(metadata: Mapping[str, Any], n_tokens: int) -> Metadata:
@@ -39,6 +45,9 @@ def parse_metadata(metadata: Mapping[str, Any], n_tokens: int) -> Metadata:
     bos_id = metadata.get("bos_id")
     if bos_id is not None:
         _check_token("bos_id", bos_id, n_tokens)
+    pooling = metadata.get("pooling")
+    if pooling is not None and pooling not in POOLINGS:
+        raise _wrong("pooling", pooling, f"one of {', '.join(POOLINGS)}, or null")
     return Metadata(
         name=_get(metadata, "name", str, "unnamed"),
         bos_id=bos_id,
@@ -46,6 +55,8 @@ def parse_metadata(metadata: Mapping[str, Any], n_tokens: int) -> Metadata:
         eos_ids=tuple(eos_ids),
         chat_template=_get(metadata, "chat_template", str, None),
         tool_template=_get(metadata, "tool_template", str, None),
+        pooling=pooling,
+        normalise=_get(metadata, "normalise", bool, False),
     )
 
 

@@ -147,6 +147,9 @@ class LocalEngine:
         if request.n_choices < 1:
             message = f"n_choices is {request.n_choices}; it must be at least 1"
             raise EngineError("invalid_request", message)
+        if self.card.metadata.get("pooling") is not None:
+            message = f"{self.card.name} is a model for embeddings; it does not generate text"
+            raise EngineError("invalid_request", message)
         for prompt, sampling in zip(request.prompts, request.sampling, strict=True):
             self._check_prompt(prompt, sampling)
         deadline = None if request.timeout_s is None else time.monotonic() + request.timeout_s

@@ -28,8 +28,10 @@ from cflow.engine.files.models import (
     hf_model,
     hf_vocabulary,
     pipeline_model,
+    pooling,
 )
 from cflow.engine.files.models.fields import Fields
+from cflow.engine.files.models.pooling import Pooling
 from cflow.engine.files.models.spec import ModelSpec
 from cflow.engine.files.models.vocabulary import Vocabulary
 from cflow.engine.files.models.weights import Weights
@@ -46,6 +48,7 @@ class Source:
     spec: ModelSpec
     weights: Weights
     vocabulary: Vocabulary
+    pooling: Pooling
     licence: str | None
     path: Path
     files: list[Path]
@@ -126,6 +129,7 @@ def _open_gguf(path: Path, pre: str | None) -> Source:
             spec=spec,
             weights=gguf_model.weights(file),
             vocabulary=gguf_vocabulary.vocabulary(file, spec.vocab_size, pre),
+            pooling=pooling.of_gguf(file, spec.architecture),
             licence=licence if isinstance(licence, str) else None,
             path=path,
             files=[path],
@@ -146,6 +150,7 @@ def _open_folder(path: Path) -> Source:
             spec=spec,
             weights=descriptor.weights(folder),
             vocabulary=hf_vocabulary.vocabulary(folder, spec.vocab_size),
+            pooling=pooling.of_folder(folder),
             licence=Fields(folder.config, str(path / "config.json")).text("licence", "") or None,
             path=path,
             files=folder.files(),
@@ -187,7 +192,7 @@ def _metadata(source: Source, quant: str) -> dict[str, Any]:
         "source_sha256": files_sha256(source.files),
         "quantisation": quant,
         "parameters": source.spec.n_parameters(),
-    }
+    } | source.pooling.metadata()
 
 
 def files_sha256(paths: list[Path]) -> str:

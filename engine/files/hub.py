@@ -31,7 +31,7 @@ from cflow.engine.files import catalogue
 from cflow.engine.files.catalogue import Entry
 from cflow.engine.files.formats.magic import MAGIC
 
-CONVERTER = 2  # raise it when the same source converts to another file
+CONVERTER = 3  # raise it when the same source converts to another file
 BUNDLED = "tinystories"
 BUNDLED_FILE = Path(__file__).parent / "data" / "tinystories.cflow"
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja")
@@ -141,9 +141,14 @@ class _Source:
         known = self._read()
         files = [self.path]
         if self.path.is_dir():
-            files = sorted(p for p in self.path.iterdir() if p.is_file() and _is_read(p.name))
+            found = (*self.path.iterdir(), *self.path.glob("*_Pooling/config.json"))
+            files = sorted(p for p in found if p.is_file() and _is_read(p.name))
         old = known.get("files", {})
-        now = {file.name: _known_or_hashed(file, old.get(file.name), report) for file in files}
+        now = {
+            name: _known_or_hashed(file, old.get(name), report)
+            for file in files
+            for name in [str(file.relative_to(self.path)) if file != self.path else file.name]
+        }
         lines = [str(CONVERTER), self.path.name, *(f"{name}\0{now[name][-1]}" for name in now)]
         identity = hashlib.sha256("\n".join(lines).encode(errors="surrogateescape")).hexdigest()
         stem = re.sub(r"[^\w.-]", "_", self.path.name.removesuffix(".gguf"))[:100]

@@ -32,7 +32,7 @@ ARCHITECTURES = (
         renormalise=True,
     ),
     Architecture("qwen2", ("Qwen2ForCausalLM",), qkv_bias=True),
-    Architecture("qwen3", ("Qwen3ForCausalLM",), qk_norm="head"),
+    Architecture("qwen3", ("Qwen3ForCausalLM", "Qwen3Model"), qk_norm="head"),
     Architecture("qwen2moe", ("Qwen2MoeForCausalLM",), qkv_bias=True, moe=True),
     Architecture("qwen3moe", ("Qwen3MoeForCausalLM",), qk_norm="head", moe=True, renormalise=True),
     Architecture("olmoe", ("OlmoeForCausalLM",), qk_norm="full", moe=True),

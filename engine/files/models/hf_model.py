@@ -68,6 +68,7 @@ MIXTRAL_NAMING = replace(
         "expert_down": _MIXTRAL + "experts.{expert}.w2.weight",
     },
 )
+BARE = "embed_tokens.weight"  # the embedding of a model without a head
 HEAD_ROWS = 1024  # compared at a time
 ACTIVATIONS = {
     "silu": "silu",
@@ -82,7 +83,11 @@ def weights(folder: SafetensorsFolder) -> Weights:
     shapes = {name: tensor.shape for name, tensor in folder.tensors.items()}
     is_mixtral = "model.layers.0.block_sparse_moe.gate.weight" in shapes
     naming = MIXTRAL_NAMING if is_mixtral else NAMING
-    if folder.config.get("tie_word_embeddings") is True:
+    if BARE in shapes:
+        naming = replace(
+            naming, plain={k: v.removeprefix("model.") for k, v in naming.plain.items()}
+        )
+    if folder.config.get("tie_word_embeddings") is True or not _has_head(folder):
         naming = replace(naming, ignored=rf"{naming.ignored}|lm_head\.weight")
     return Weights(str(folder.path), naming, shapes, folder.matrix)
 
@@ -105,10 +110,16 @@ def spec(folder: SafetensorsFolder) -> ModelSpec:
         d_model=config.count("hidden_size", low=1),
         vocab_size=config.count("vocab_size", low=1),
         context=config.count("max_position_embeddings", low=1),
-        tied=config.flag("tie_word_embeddings", False) and not has_own_head(folder),
+        tied=not _has_head(folder)
+        or (config.flag("tie_word_embeddings", False) and not has_own_head(folder)),
         norm_eps=layer.norm_eps,
         layers=[_place(layer, config, classes[0], index) for index in range(n_layers)],
     )
+
+
+def _has_head(folder: SafetensorsFolder) -> bool:
+    """Whether the model predicts tokens. A bare one, whose names lack "model.", does not."""
+    return BARE not in folder.tensors
 
 
 def has_own_head(folder: SafetensorsFolder) -> bool:

@@ -11,6 +11,7 @@ import sys
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -248,6 +249,14 @@ async def test_a_request_that_would_harm_others_is_refused(
     async with running() as engine:
         with pytest.raises(EngineError, match=named) as caught:
             await submit(engine, prompt, sampling=sampling)
+        assert caught.value.code == "invalid_request"
+
+
+async def test_a_model_for_embeddings_generates_nothing() -> None:
+    async with running() as engine:
+        engine.card = replace(CARD, metadata={"pooling": "last"})
+        with pytest.raises(EngineError, match="toy is a model for embeddings") as caught:
+            await submit(engine, PROMPT, sampling=SHORT)
         assert caught.value.code == "invalid_request"
 
 
