@@ -253,7 +253,15 @@ def _print_inspection(found: Inspection) -> None:
     encodings = Counter(str(describe(tensor)["encoding"]) for tensor in found.tensors)
     rows: list[tuple[str, Any]] = [
         (key, metadata[key])
-        for key in ("name", "architecture", "licence", "source", "quantisation", "parameters")
+        for key in (
+            "name",
+            "architecture",
+            "licence",
+            "source",
+            "quantisation",
+            "parameters",
+            "pooling",
+        )
         if metadata.get(key) is not None
     ]
     rows += [

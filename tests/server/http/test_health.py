@@ -123,6 +123,7 @@ def test_models(live: Live) -> None:
     assert (model["id"], model["object"], model["owned_by"]) == ("fake/model", "model", "cflow")
     assert model["max_model_len"] == 64  # what the worker can, not what the model could
     assert model["meta"]["n_ctx_train"] == 512
+    assert model["meta"]["pooling"] is None  # not a model for embeddings
     assert model["context_length"] == model["max_model_len"]
     assert live.client.get("/v1/models/fake/model").json() == model
     missing = live.client.get("/v1/models/other")
