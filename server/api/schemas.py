@@ -318,6 +318,51 @@ class ResponsesRequest(Sampling):
     truncation: Any = None
 
 
+class Turn(Body):
+    """A message of /v1/messages. content: a text, or blocks."""
+
+    role: Literal["user", "assistant"]
+    content: str | Annotated[list[dict[str, Any]], Field(max_length=MAX_MESSAGES, fail_fast=True)]
+
+
+class ThinkingConfig(Body):
+    type: Literal["enabled", "disabled", "adaptive"]
+
+
+class MessagesRequest(Body):
+    """POST /v1/messages, in Anthropic's shape."""
+
+    model: str | None = None
+    messages: Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    max_tokens: Annotated[int, Field(ge=1, le=2**63)]
+    system: str | list[dict[str, Any]] | None = None
+    stop_sequences: Annotated[list[str], Field(max_length=MAX_STOPS, fail_fast=True)] = Field(
+        default=[]
+    )
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS, fail_fast=True)] = Field(
+        default=[]
+    )
+    tool_choice: dict[str, Any] | None = None
+    thinking: ThinkingConfig | None = None
+    output_config: dict[str, Any] = Field(default={}, description="effort, format")
+    stream: bool = False
+
+    # Clients send these; they have no effect here.
+    metadata: Any = None
+    service_tier: Any = None
+    cache_control: Any = None
+    context_management: Any = None
+
+
+class CountRequest(MessagesRequest):
+    """POST /v1/messages/count_tokens."""
+
+    max_tokens: Annotated[int, Field(ge=1, le=2**63)] = 1
+
+
 class TokenizeRequest(Body):
     """POST /tokenize: content -> tokens; prompt or messages -> tokens, count, max_model_len."""
 
@@ -357,6 +402,8 @@ SHAPES: dict[str, Any] = {
         ToolCall,
         FunctionCall,
         Reasoning,
+        Turn,
+        ThinkingConfig,
         Tool,
         Function,
         TextConfig,

@@ -18,7 +18,16 @@ from cflow.server.http.errors import install_error_handlers
 from cflow.server.http.http_metrics import HttpMetrics
 from cflow.server.http.linger import Linger
 from cflow.server.http.openapi import describe
-from cflow.server.http.routes import chat, completions, health, models, page, responses, tokens
+from cflow.server.http.routes import (
+    chat,
+    completions,
+    health,
+    messages,
+    models,
+    page,
+    responses,
+    tokens,
+)
 from cflow.server.http.service import Service
 from cflow.server.metrics import Metrics
 from cflow.server.version import version
@@ -30,6 +39,7 @@ ROUTERS = (
     completions.router,
     chat.router,
     responses.router,
+    messages.router,
     models.router,
     tokens.router,
     health.router,

@@ -90,9 +90,13 @@ def is_open(path: str) -> bool:
     return path in OPEN_PATHS or path.startswith(OPEN_FOLDER)
 
 
-def _bearer(scope: Scope) -> bytes | None:
-    """The Bearer token, or None unless there is exactly one Authorization header with one."""
+def _token(scope: Scope) -> bytes | None:
+    """The key that a request brings: a Bearer token, or without one x-api-key, as Anthropic's clients
+    send it. None unless there is exactly one."""
     values = [value for name, value in scope["headers"] if name == b"authorization"]
+    if not values:
+        keys = [value for name, value in scope["headers"] if name == b"x-api-key"]
+        return keys[0].strip() if len(keys) == 1 else None
     if len(values) != 1:
         return None
     scheme, _, token = values[0].partition(b" ")
@@ -111,18 +115,18 @@ class Authentication:
         if scope["type"] != "http" or is_open(scope["path"]):
             await self.app(scope, receive, send)
             return
-        token = _bearer(scope)
+        token = _token(scope)
         name = self.keys.find(token) if token else None
         if name is None:
             from cflow.server.http.errors import error_response
 
             error = RequestError(
-                "Missing or wrong API key; send it as 'Authorization: Bearer KEY'.",
+                "Missing or wrong API key; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'.",
                 code="invalid_api_key",
                 status=401,
                 headers={"WWW-Authenticate": "Bearer"},
             )
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope)(scope, receive, send)
             return
         scope.setdefault("state", {})["key"] = name
         await self.app(scope, receive, send)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import msgspec
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 
 from cflow.engine.base.errors import EngineError
+from cflow.server.api.messages import error_type
 from cflow.server.errors import (
     ClientGone,
     RequestError,
@@ -16,9 +19,25 @@ from cflow.server.errors import (
     shorten,
 )
 
+if TYPE_CHECKING:
+    from starlette.types import Scope
 
-def error_response(error: RequestError) -> Response:
-    body = error_object(str(error), code=error.code, param=error.param, status=error.status)
+
+def speaks_anthropic(scope: Scope) -> bool:
+    """Whether the client expects errors in Anthropic's shape."""
+    names = (name for name, _ in scope["headers"])
+    return scope["path"].startswith("/v1/messages") or b"anthropic-version" in names
+
+
+def error_response(error: RequestError, scope: Scope | None = None) -> Response:
+    """scope: of the request, if it has been read; its client decides the shape of the body."""
+    body: dict[str, Any]
+    if scope is not None and speaks_anthropic(scope):
+        inner = {"type": error_type(error.status), "message": str(error)}
+        request_id = scope.get("state", {}).get("id")
+        body = {"type": "error", "error": inner, "request_id": request_id}
+    else:
+        body = error_object(str(error), code=error.code, param=error.param, status=error.status)
     return Response(
         msgspec.json.encode(body),
         status_code=error.status,
@@ -27,14 +46,14 @@ def error_response(error: RequestError) -> Response:
     )
 
 
-async def _refuse(_request: Request, error: Exception) -> Response:
+async def _refuse(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
-    return error_response(error)
+    return error_response(error, request.scope)
 
 
-async def _fail(_request: Request, error: Exception) -> Response:
+async def _fail(request: Request, error: Exception) -> Response:
     assert isinstance(error, EngineError)
-    return error_response(answer_failure(error))
+    return error_response(answer_failure(error), request.scope)
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
@@ -48,7 +67,8 @@ async def _no_route(request: Request, error: Exception) -> Response:
     else:
         message, code = str(error.detail), "http_error"
     return error_response(
-        RequestError(message, code=code, status=error.status_code, headers=error.headers)
+        RequestError(message, code=code, status=error.status_code, headers=error.headers),
+        request.scope,
     )
 
 
@@ -56,10 +76,10 @@ async def _gone(_request: Request, _error: Exception) -> Response:
     return Response(status_code=499)
 
 
-async def _crash(_request: Request, _error: Exception) -> Response:
+async def _crash(request: Request, _error: Exception) -> Response:
     """A 500 for an unexpected exception. uvicorn closes the connection after it, so the answer
     says so: a client must not send its next request there."""
-    return error_response(our_fault(connection="close"))
+    return error_response(our_fault(connection="close"), request.scope)
 
 
 def install_error_handlers(app: FastAPI) -> None:

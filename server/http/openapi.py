@@ -39,12 +39,28 @@ ERROR = {
 }
 
 
+ANTHROPIC_ERROR = {
+    "type": "object",
+    "required": ["type", "error", "request_id"],
+    "properties": {
+        "type": TEXT,
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": TEXT, "message": TEXT},
+        },
+        "request_id": NAME,
+    },
+}
+
+
 def _refusals(path: str, method: str) -> dict[str, Any]:
     if is_open(path):
         statuses, schema = OF_PROBE.get(path, ()), {"type": "object"}
     else:
         statuses = OF_POST if method == "post" else OF_GET
-        schema = {"$ref": REF.format(model="Error")}
+        name = "AnthropicError" if path.startswith("/v1/messages") else "Error"
+        schema = {"$ref": REF.format(model=name)}
     content = {"application/json": {"schema": schema}}
     return {
         str(status): {"description": REFUSALS[status], "content": content} for status in statuses
@@ -63,7 +79,7 @@ def describe(app: FastAPI) -> None:
     def openapi() -> dict[str, Any]:
         document = make()
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
-        schemas.update(SHAPES | {"Error": ERROR})
+        schemas.update(SHAPES | {"Error": ERROR, "AnthropicError": ANTHROPIC_ERROR})
         for path, operations in document["paths"].items():
             for method, operation in operations.items():
                 operation["responses"].pop("422", None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import Request, Response
 
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from cflow.server.http.tracing import Tracing
 
 
+AnySampling = TypeVar("AnySampling", bound=Sampling)
+
+
 @dataclass(frozen=True, slots=True)
 class Service:
     config: ServerConfig
@@ -52,9 +55,14 @@ class Service:
         if isinstance(ask, Sampling):
             if self.keys is not None:
                 check_priority(ask.priority)
-            if ask.moe_top_k is None and self.config.moe_top_k is not None:
-                ask = ask.model_copy(update={"moe_top_k": self.config.moe_top_k})
+            ask = self.with_defaults(ask)
         return ask, ignored_header(kind, body, self._without_effect(ask))
+
+    def with_defaults(self, ask: AnySampling) -> AnySampling:
+        """The request with the server's own defaults."""
+        if ask.moe_top_k is None and self.config.moe_top_k is not None:
+            return ask.model_copy(update={"moe_top_k": self.config.moe_top_k})
+        return ask
 
     def _without_effect(self, ask: Body) -> list[str]:
         """The fields that cannot have an effect on this model."""

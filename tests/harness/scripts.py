@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any
 
+from msgspec.structs import replace
+
 from cflow.engine.base.messages import Delta, Progress
 from cflow.engine.text.template import Rendered
 from harness.fake_engine import EOS, Call, Script, all_own, deltas_of
@@ -13,14 +15,14 @@ CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich"}}\n
 CALL_2 = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
 
 
-def say(*texts: str, reason: str = "stop") -> Script:
-    """Choice i says texts[i]."""
+def say(*texts: str, reason: str = "stop", stop: str | None = None) -> Script:
+    """Choice i says texts[i]. stop: the stop string that ends it."""
 
     async def script(call: Call) -> AsyncIterator[Delta | Progress]:
         for choice in range(call.n_choices):
             tokens = [*texts[choice].encode(), *([EOS] if reason == "stop" else [])]
             for delta in deltas_of(call, choice, tokens, reason):
-                yield delta
+                yield replace(delta, finish=delta.finish and replace(delta.finish, stop=stop))
 
     return script
 
