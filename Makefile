@@ -94,8 +94,15 @@ $(CLIENTS)/installed: pyproject.toml
 	$(CLIENTS)/bin/pip install -q --group clients
 	@touch $@
 
-test-clients: $(VENV)/tools $(VENV)/cflow $(CLIENTS)/installed ## Have lm-eval, litellm, langchain and guidellm use the server
-	$(BIN)/pytest tests/e2e/test_clients.py
+# Exact versions: package-lock.json. No install scripts: what they would fetch is in the packages.
+build/npm/installed: tests/e2e/clients/package.json tests/e2e/clients/package-lock.json
+	@mkdir -p $(@D)
+	cp $^ $(@D)
+	npm ci --prefix $(@D) --ignore-scripts --no-audit --no-fund
+	@touch $@
+
+test-clients: need-npm $(VENV)/tools $(VENV)/cflow $(CLIENTS)/installed build/npm/installed ## Have clients, agents and load tools use the server
+	$(BIN)/pytest tests/e2e/test_clients.py tests/e2e/test_agents.py
 
 BENCH = PYTHONPATH=tests $(BIN)/python -P -m bench
 

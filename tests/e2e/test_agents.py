@@ -1,0 +1,135 @@
+"""Agent frameworks and coding agents, unmodified, against a real server (`make test-clients`).
+
+The engine is scripted: it answers with the texts that a test gives, so that no test depends on the
+skill of a small model. HTTP, schemas, tool calls and streams are the product's own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from cflow.engine.base.messages import Delta, Progress
+from cflow.engine.text.dialect import HERMES, Dialect
+from cflow.server.config import server_config
+from harness.fake_engine import READY, Call, FakeEngine
+from harness.live import Live
+from harness.scripts import CALL, Template, say
+
+HERE = Path(__file__).parent / "clients"
+BUILD = Path(__file__).parents[2] / "build"
+MODULES = BUILD / "npm" / "node_modules"
+TOLD = "It rains in Zürich."
+CONTEXT = 1 << 20  # tokens are bytes, and coding agents begin with 50 kB
+ENDS_S = 240.0  # imports alone take half a minute on busy cores
+
+
+def needs(path: Path) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(not path.exists(), reason=f"no {path}: run `make test-clients`")
+
+
+class Scripted(FakeEngine):
+    """Answers with `texts`, one a request."""
+
+    def __init__(self, *texts: str) -> None:
+        self.texts = [*texts]
+        super().__init__(
+            script=self._next,
+            template=Template(),
+            dialect=Dialect(HERMES, False),
+            context=CONTEXT,
+        )
+        self.card = dataclasses.replace(self.card, name="M")
+        self.put(ready=replace(READY, max_context=CONTEXT))
+
+    def _next(self, call: Call) -> AsyncIterator[Delta | Progress]:
+        assert self.texts, "the client asks once more than the test expects"
+        return say(self.texts.pop(0))(call)
+
+    @property
+    def prompts(self) -> list[str]:
+        return [bytes(t for t in call.prompt if t < 256).decode() for call in self.calls]
+
+
+@pytest.fixture
+def scripted() -> Iterator[Callable[..., Live]]:
+    """scripted(*texts): a server whose model says these."""
+    running: list[Live] = []
+
+    def start(*texts: str) -> Live:
+        running.append(Live(Scripted(*texts), server_config({})))
+        return running[-1]
+
+    yield start
+    for live in running:
+        live.close()
+
+
+def run(*command: str | Path, home: Path, **variables: str) -> str:
+    """What a program prints. home: its working directory and home folder."""
+    environment = {"PATH": os.environ["PATH"], "HOME": str(home), "OPENAI_API_KEY": "none"}
+    done = subprocess.run(
+        command,
+        capture_output=True, text=True, check=False, timeout=ENDS_S, cwd=home,
+        stdin=subprocess.DEVNULL, env=environment | variables,
+    )  # fmt: skip
+    print(done.stdout[-8000:], done.stderr[-8000:])
+    assert done.returncode == 0
+    return done.stdout
+
+
+def found(printed: str) -> Any:
+    return json.loads(printed.splitlines()[-1])
+
+
+def check_agent(live: Live, answer: str) -> None:
+    """The last prompt holds what the client's tool returned; the last text reached its user."""
+    assert isinstance(live.engine, Scripted)
+    assert live.engine.texts == []
+    assert "sun in Zürich" in live.engine.prompts[-1]
+    assert answer == TOLD
+
+
+@needs(MODULES)
+@pytest.mark.skipif(shutil.which("node") is None, reason="no node: apt-get install nodejs")
+@pytest.mark.parametrize(
+    "client",
+    ["openai_chat", "openai_responses", "ai_sdk_chat", "ai_sdk_stream", "ai_sdk_responses"],
+)
+def test_node_agents(scripted: Callable[..., Live], client: str, tmp_path: Path) -> None:
+    live = scripted(CALL, TOLD)
+    shutil.copy(HERE / "agents.mjs", tmp_path)
+    (tmp_path / "node_modules").symlink_to(MODULES)
+    url = f"http://127.0.0.1:{live.port}/v1"
+    check_agent(live, found(run("node", tmp_path / "agents.mjs", client, url, home=tmp_path)))
+
+
+@needs(MODULES)
+@pytest.mark.skipif(shutil.which("node") is None, reason="no node: apt-get install nodejs")
+def test_codex_runs_a_command(scripted: Callable[..., Live], tmp_path: Path) -> None:
+    """On /v1/responses, with the hosted tools and namespaces that it always lists."""
+    command = {
+        "name": "exec_command",
+        "arguments": {"cmd": "echo sun in Zürich > found.txt; cat found.txt"},
+    }
+    live = scripted(f"<tool_call>\n{json.dumps(command)}\n</tool_call>", TOLD)
+    provider = f'{{name="cflow",base_url="http://127.0.0.1:{live.port}/v1",wire_api="responses"}}'
+    settings = (f"model_providers.cflow={provider}", 'model_provider="cflow"', 'model="M"')
+    answer = run(
+        MODULES / ".bin" / "codex", "exec", "--skip-git-repo-check",
+        "--dangerously-bypass-approvals-and-sandbox",
+        *(word for setting in settings for word in ("-c", setting)),
+        "What is the weather in Zürich?",
+        home=tmp_path,
+    )  # fmt: skip
+    assert (tmp_path / "found.txt").read_text() == "sun in Zürich\n"
+    check_agent(live, answer.strip())
