@@ -12,6 +12,7 @@ import re
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,33 @@ def read_text(value: object) -> str:
     return value
 
 
+def read_hosts(value: object) -> tuple[str, ...]:
+    """Addresses or names: a list, or text with commas."""
+    items = value.split(",") if isinstance(value, str) else value
+    if not isinstance(items, list | tuple) or not items:
+        raise ValueError("is not an address, or a list of addresses")
+    if not all(isinstance(item, str) and item.strip() for item in items):
+        raise ValueError("has an address that is empty or not text")
+    return tuple(item.strip() for item in items)
+
+
+def read_networks(value: object) -> tuple[str, ...]:
+    """Addresses or networks such as 10.0.0.0/8: a list, or text with commas."""
+    networks = read_hosts(value)
+    for network in networks:
+        try:
+            ip_network(network, strict=False)
+        except ValueError:
+            raise ValueError(f"has {network!r}, which is no address or network") from None
+    return networks
+
+
+def read_root_path(value: object) -> str:
+    if not isinstance(value, str) or not _ROOT_PATH.fullmatch(value):
+        raise ValueError("is not a path such as /llm, without a slash at its end")
+    return value
+
+
 def read_origins(value: object) -> tuple[str, ...]:
     """Origins such as https://ui.example:8080, or *: a list, or text with commas."""
     items = value.split(",") if isinstance(value, str) else value
@@ -135,12 +163,13 @@ def read_url(value: object) -> str:
 
 
 _URL = re.compile(r"https?://[^/\s]+(/\S*)?")
+_ROOT_PATH = re.compile(r"(/[\w.~-]+)*", re.ASCII)
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s@?#*]+")
 
 Reader = Callable[[object], Any]
 
 SERVER_KEYS: dict[str, Reader] = {
-    "host": read_text,
+    "host": read_hosts,
     "port": read_port,
     "api_keys": read_path,
     "max_body": read_limit,
@@ -156,6 +185,9 @@ SERVER_KEYS: dict[str, Reader] = {
     "tls_cert": read_path,
     "tls_key": read_path,
     "otlp_traces_endpoint": read_url,
+    "keep_alive": read_seconds,
+    "root_path": read_root_path,
+    "trusted_proxies": read_networks,
 }
 ENGINE_KEYS: dict[str, Reader] = {
     "model": read_text,
@@ -186,13 +218,16 @@ class ServerConfig:
     """Settings of the front end."""
 
     engine: EngineConfig
-    host: str = "127.0.0.1"
+    host: tuple[str, ...] = ("127.0.0.1",)  # addresses or names to listen on
     port: int = 8000
     api_keys: Path | None = None  # a file of keys; None: no key is needed
     max_body_bytes: int = 8 << 20
     ping_s: float = 15.0  # a stream that is silent for this long gets a comment
     drain_timeout_s: float = 30.0
     access_log: bool = False
+    keep_alive_s: float = 120.0  # an idle connection is closed after this
+    root_path: str = ""  # of a proxy in front, if it does not send X-Forwarded-Prefix
+    trusted_proxies: tuple[str, ...] = ("127.0.0.1", "::1")  # whose X-Forwarded-Prefix counts
     cors_origins: tuple[str, ...] = ()  # origins whose pages may call from a browser
     tls_cert: Path | None = None  # a file in PEM form; None: no TLS
     tls_key: Path | None = None  # None: in the same file
@@ -208,6 +243,7 @@ class ServerConfig:
 _FIELDS = {
     "max_body": "max_body_bytes",
     "ping": "ping_s",
+    "keep_alive": "keep_alive_s",
     "drain_timeout": "drain_timeout_s",
     "stuck": "stuck_s",
     "response_age": "response_age_s",

@@ -59,8 +59,11 @@ def serve(
         ),
     ] = None,
     host: Annotated[
-        str | None,
-        typer.Option(help="Address to listen on, 0.0.0.0 for all. Default: 127.0.0.1."),
+        list[str] | None,
+        typer.Option(
+            help="Address or name to listen on, may be repeated; 0.0.0.0 for all of IPv4, :: for all. "
+            "Default: 127.0.0.1."
+        ),
     ] = None,
     port: Annotated[
         int | None, typer.Option(help="Port to listen on, 0 for any free one. Default: 8000.")
@@ -156,7 +159,7 @@ def serve(
     cflow serve model.gguf --threads 8 --kv-memory 4GiB
     """
     flags = {
-        "model": model, "host": host, "port": port, "api_keys": api_keys,
+        "model": model, "host": host or None, "port": port, "api_keys": api_keys,
         "served_name": served_name, "max_queue": max_queue, "max_step_ms": max_step_ms,
         "max_sequences": max_sequences, "max_body": max_body, "drain_timeout": drain_timeout,
         "access_log": access_log, "cors_origins": cors_origins, "tls_cert": tls_cert,
@@ -178,7 +181,8 @@ def _serve(settings: dict[str, Any]) -> None:
     config = server_config(settings)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s")
     logging.getLogger("cflow.access").disabled = not config.access_log
-    listen(config.host, config.port).close()
+    for sock in listen(config.host, config.port):
+        sock.close()
     if config.api_keys:
         ApiKeys(config.api_keys)
     read_certificate(config.tls_cert, config.tls_key)

@@ -12,7 +12,7 @@ import resource
 import signal
 import socket
 import ssl
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING
 
 from cflow.engine.base.errors import CflowError, EngineError
@@ -84,32 +84,33 @@ def reload_files(config: ServerConfig, keys: ApiKeys | None, tls: ssl.SSLContext
 
 async def _serve(config: ServerConfig) -> None:
     tls = read_certificate(config.tls_cert, config.tls_key)
-    with listen(config.host, config.port) as sock:
+    with ExitStack() as opened:
+        sockets = [opened.enter_context(sock) for sock in listen(config.host, config.port)]
         engine = await LocalEngine.start(config.engine)
         try:
-            await _serve_engine(config, engine, sock, tls)
+            await _serve_engine(config, engine, sockets, tls)
         finally:
             await engine.close()
 
 
 async def _serve_engine(
-    config: ServerConfig, engine: Engine, sock: socket.socket, tls: ssl.SSLContext | None
+    config: ServerConfig, engine: Engine, sockets: list[socket.socket], tls: ssl.SSLContext | None
 ) -> None:
     from cflow.server.http.app import create_app
     from cflow.server.http.server import http_server
 
     app = create_app(config, engine)
     service: Service = app.state.service
-    server = http_server(app, tls)
+    server = http_server(app, config, tls)
     shutdown = Shutdown(server, engine, config.drain_timeout_s)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, shutdown.on_signal)
     if config.api_keys or tls:
         loop.add_signal_handler(signal.SIGHUP, reload_files, config, service.keys, tls)
-    loading = asyncio.create_task(_load(engine, server, _address(sock, tls)))
+    loading = asyncio.create_task(_load(engine, server, _address(sockets[0], tls)))
     try:
-        await server.serve(sockets=[sock])
+        await server.serve(sockets=sockets)
     finally:
         loading.cancel()
         shutdown.cancel()

@@ -29,6 +29,7 @@ from cflow.server.http.routes import (
     tokens,
 )
 from cflow.server.http.service import Service
+from cflow.server.http.sub_path import SubPath
 from cflow.server.metrics import Metrics
 from cflow.server.version import version
 
@@ -104,7 +105,8 @@ def create_app(config: ServerConfig, engine: Engine) -> FastAPI:
                 "x-cflow-ignored-params",
             ),
         )
-    app.add_middleware(Linger)
+    app.add_middleware(SubPath, root_path=config.root_path, trusted=config.trusted_proxies)
+    app.add_middleware(Linger, is_draining=lambda: engine.status.state == "draining")
     routes = [
         (route.path, method)
         for router in ROUTERS

@@ -19,7 +19,7 @@ ANY = frozenset({"", "0.0.0.0", "::"})
 
 
 def is_healthy(environment: Mapping[str, str]) -> bool:
-    host = environment.get("CFLOW_HOST", "")
+    host = environment.get("CFLOW_HOST", "").split(",")[0].strip()
     host = "localhost" if host in ANY else host
     port = int(environment.get("CFLOW_PORT") or 8000)
     connections = [

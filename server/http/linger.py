@@ -1,13 +1,15 @@
 """ASGI middleware that delivers answers sent before the request's body was read.
 
 Closing a socket with unread data resets it, and the client loses the answer. Leaving it open lets
-the rest of the body pass for the next request. So the answer says Connection: close, and the body
-is read for another moment before the answer ends.
+the rest of the body pass for the next request, as does a client that waits for 100 Continue: it
+sends its next request instead. So the answer says Connection: close, and the body is read for
+another moment before the answer ends. While the server drains, every answer says it.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -36,15 +38,16 @@ async def _drain(receive: Receive) -> None:
 class Linger:
     """The middleware. Bodies up to SMALL_BODY and requests whose body was read pass unchanged."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, is_draining: Callable[[], bool]) -> None:
         self.app = app
+        self._is_draining = is_draining
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not _has_long_body(scope):
+        if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        is_read = False
         expects = any(name == b"expect" for name, _ in scope["headers"])
+        is_read = not (expects or _has_long_body(scope))
 
         async def watch() -> Message:
             nonlocal is_read
@@ -53,12 +56,11 @@ class Linger:
             return message
 
         async def answer(message: Message) -> None:
-            if is_read:
-                await send(message)
-            elif message["type"] == "http.response.start":
-                headers = [*message.get("headers", ()), (b"connection", b"close")]
+            if message["type"] == "http.response.start" and (not is_read or self._is_draining()):
+                headers = [h for h in message.get("headers", ()) if h[0].lower() != b"connection"]
+                headers.append((b"connection", b"close"))
                 await send({**message, "headers": headers})
-            elif message.get("more_body", False) or expects:
+            elif is_read or message.get("more_body", False) or expects:
                 await send(message)
             else:
                 await send({**message, "more_body": True})

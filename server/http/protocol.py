@@ -9,7 +9,11 @@ import asyncio
 from typing import Any, Literal
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 
 from cflow.server.errors import RequestError
 from cflow.server.http.errors import error_response
@@ -19,6 +23,22 @@ MAX_HEAD = 64 << 10  # bytes of request line and headers, of trailers, of a chun
 SLICE = 8 << 10  # bytes parsed between two checks of the head's length
 READ_S = 60.0  # for a whole head; for the next bytes of a body
 LINGER_S = 1.0  # input is discarded for this long after a rejection, so that the client sees it
+
+
+def _end_with_the_connection(cycle: RequestResponseCycle) -> None:
+    """Answer in HTTP/1.0, which has no chunks: the end of the connection ends a body without a length."""
+    send, is_open = cycle.send, False
+
+    async def answer(message: Any) -> None:
+        nonlocal is_open
+        if message["type"] == "http.response.start":
+            is_open = all(name.lower() != b"content-length" for name, _ in message["headers"])
+            cycle.chunked_encoding = False if is_open else None
+        elif is_open:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    cycle.send = answer  # type: ignore[method-assign]
 
 
 class Protocol(HttpToolsProtocol):
@@ -102,7 +122,12 @@ class Protocol(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
+        is_old = self.parser.get_http_version() == "1.0"
+        if is_old:
+            self.expect_100_continue = False
         super().on_headers_complete()
+        if is_old:
+            _end_with_the_connection(self.cycle)
         self._stage = "body"
         self._has_moved = True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import ssl
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -9,10 +10,10 @@ from contextlib import contextmanager
 import uvicorn
 from fastapi import FastAPI
 
+from cflow.server.config import ServerConfig
 from cflow.server.http.protocol import Protocol
 
 CLOSE_S = 5  # for connections to close once all answers have ended
-KEEP_ALIVE_S = 75  # longer than the 60 s idle limit of common proxies, which must close first
 
 
 class HttpServer(uvicorn.Server):
@@ -23,7 +24,9 @@ class HttpServer(uvicorn.Server):
         yield
 
 
-def http_server(app: FastAPI, tls: ssl.SSLContext | None = None) -> HttpServer:
+def http_server(
+    app: FastAPI, config: ServerConfig, tls: ssl.SSLContext | None = None
+) -> HttpServer:
     return HttpServer(
         uvicorn.Config(
             app,
@@ -34,7 +37,7 @@ def http_server(app: FastAPI, tls: ssl.SSLContext | None = None) -> HttpServer:
             log_level="warning",
             access_log=False,
             server_header=False,
-            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_keep_alive=math.ceil(config.keep_alive_s),
             timeout_graceful_shutdown=CLOSE_S,
             ssl_context_factory=(lambda *_: tls) if tls else None,
         )

@@ -38,6 +38,16 @@ async def ended(chunks: Events) -> Events:
     yield DONE
 
 
+# Characters that some clients take for ends of lines. In JSON they only stand in strings.
+SEPARATORS = {"\u2028": rb"\u2028", "\u2029": rb"\u2029", "\u0085": rb"\u0085"}
+
+
+def _without_separators(events: bytes) -> bytes:
+    for character, escape in SEPARATORS.items():
+        events = events.replace(character.encode(), escape)
+    return events
+
+
 @asynccontextmanager
 async def watching(receive: Receive, on_gone: Callable[[], None]) -> AsyncIterator[None]:
     """Call on_gone if the client disconnects inside this block. A half-closed connection counts as
@@ -81,6 +91,8 @@ class EventStream(StreamingResponse):
 
     async def _write(self, send: Send, chunk: bytes) -> None:
         self._is_sending = True
+        if b"\xe2\x80" in chunk or b"\xc2\x85" in chunk:
+            chunk = _without_separators(chunk)
         await send({"type": "http.response.body", "body": chunk, "more_body": True})
         self._is_sending = False
         self._last_s = asyncio.get_running_loop().time()

@@ -26,14 +26,14 @@ class Live:
 
     def __init__(self, engine: FakeEngine, config: ServerConfig | None = None) -> None:
         self.engine = engine
-        self._socket = listen("127.0.0.1", 0)
+        (self._socket,) = listen(["127.0.0.1"], 0)
         self.port: int = self._socket.getsockname()[1]
         config = config or server_config({})
         app = create_app(config, engine)
         self.metrics = app.state.service.metrics
         self.tracing = app.state.service.tracing
         self.tls = read_certificate(config.tls_cert, config.tls_key)
-        self._server = http_server(app, self.tls)
+        self._server = http_server(app, config, self.tls)
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
         self.client = httpx.Client(
@@ -41,6 +41,10 @@ class Live:
             timeout=LIMIT_S,
             verify=False,
         )
+
+    @property
+    def timeout_keep_alive(self) -> int:
+        return self._server.config.timeout_keep_alive
 
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner, self._socket:

@@ -31,7 +31,7 @@ def test_flags_beat_environment_beats_file_beats_default(file: Path) -> None:
     environ = {"CFLOW_PORT": "2", "CFLOW_HOST": "environment", "OTHER": "x"}
     config = server_config(gather_settings(file, environ, {"port": 3, "host": None}))
     assert config.port == 3
-    assert config.host == "environment"
+    assert config.host == ("environment",)
     assert config.engine.threads == 3
     assert config.engine.kv_memory == 2 << 30
     assert config.drain_timeout_s == 30
@@ -49,6 +49,7 @@ def test_every_key_has_an_environment_name() -> None:
         "drain_timeout": "7", "access_log": "yes", "moe_top_k": "3",
         "cors_origins": "http://a, https://b.c:8", "tls_cert": "/c", "tls_key": "/d",
         "otlp_traces_endpoint": "https://otel:4318/v1/traces",
+        "keep_alive": "100", "root_path": "/llm", "trusted_proxies": "10.0.0.0/8,::1",
         "response_memory": "1M", "response_age": "60", "special_in_messages": "yes", "special_in_prompts": "no",
     }  # fmt: skip
     assert good.keys() == ENGINE_KEYS.keys() | SERVER_KEYS.keys()
@@ -139,10 +140,12 @@ def test_what_a_port_may_be(value: object) -> None:
 
 
 def test_what_cannot_be_listened_on_names_the_flag_to_change() -> None:
-    with listen("127.0.0.1", 0) as sock, pytest.raises(CflowError, match="another --port"):
-        listen("127.0.0.1", sock.getsockname()[1])
-    with pytest.raises(CflowError, match="another --host"):
-        listen("192.0.2.1", 0)
+    (sock,) = listen(["127.0.0.1"], 0)
+    with sock, pytest.raises(CflowError, match="another --port"):
+        listen(["127.0.0.1"], sock.getsockname()[1])
+    for host in ("192.0.2.1", "no.such.host.invalid", "a" * 300):
+        with pytest.raises(CflowError, match="another --host"):
+            listen([host], 0)
 
 
 def test_a_count_that_may_be_none_says_so() -> None:

@@ -44,7 +44,7 @@ async def show_root(request: Request) -> Response:
         "version": version(),
         "model": service_of(request).engine.card.name,
         "api": [path for path in paths if not is_open(path)],
-        "openapi": "/openapi.json",
+        "openapi": request.scope.get("root_path", "") + "/openapi.json",
     }
     return Response(encode(body), media_type="application/json", headers={"Vary": "Accept"})
 

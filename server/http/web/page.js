@@ -30,11 +30,12 @@ function request(text) {
   if (!facts.model.chat) {
     const most = Math.min(256, Math.floor(facts.model.context / 2)); // the API's own is 16
     const asked = settings();
-    return ["/v1/completions", { prompt: text, ...asked, max_tokens: asked.max_tokens ?? most }];
+    return ["v1/completions", { prompt: text, ...asked, max_tokens: asked.max_tokens ?? most }];
   }
   const system = $("system").value.trim();
   const messages = [...(system ? [{ role: "system", content: system }] : []), ...turns];
-  return ["/v1/chat/completions", { messages, ...settings() }];
+  const tools = $("tools").value.trim();
+  return ["v1/chat/completions", { messages, ...settings(), ...(tools && { tools: JSON.parse(tools) }) }];
 }
 
 // The JSON of each event of a server-sent stream, until [DONE].
@@ -73,6 +74,50 @@ function addNote(item, text) {
   item.append(note);
 }
 
+// A part of an answer that is not its text: reasoning, which can be folded, or a tool call.
+function addPart(item, kind, title) {
+  const part = document.createElement(kind === "reasoning" ? "details" : "div");
+  const head = document.createElement(kind === "reasoning" ? "summary" : "b");
+  part.className = kind;
+  part.open = true;
+  head.textContent = title;
+  part.append(head, "");
+  item.append(part);
+  return part.lastChild;
+}
+
+// Adds the deltas of one answer to its item, and to the message that goes back to the server.
+function reader(item) {
+  const message = { role: "assistant", content: "" };
+  const calls = [];
+  let reasoning = null, text = null;
+  return {
+    message,
+    add(delta) {
+      if (delta.reasoning_content) {
+        reasoning ??= addPart(item, "reasoning", "Reasoning");
+        reasoning.appendData(delta.reasoning_content);
+        message.reasoning_content = reasoning.data;
+      }
+      if (delta.content) {
+        if (!text) item.append((text = document.createTextNode("")));
+        text.appendData(delta.content);
+        message.content = text.data;
+      }
+      for (const { index, id, function: call } of delta.tool_calls ?? []) {
+        if (id) {
+          const shown = addPart(item, "call", `${call.name} `);
+          calls[index] = { shown, json: { id, type: "function", function: { ...call } } };
+          calls[index].json.function.arguments = "";
+        }
+        calls[index].shown.appendData(call.arguments ?? "");
+        calls[index].json.function.arguments += call.arguments ?? "";
+        message.tool_calls = calls.map((one) => one.json);
+      }
+    },
+  };
+}
+
 function complain(text) {
   $("problem").textContent = text;
   $("problem").hidden = !text;
@@ -85,13 +130,13 @@ async function stream(path, body, item) {
   });
   if (!answer.ok) throw new Error((await answer.json()).error.message);
   let first = 0, usage = null, reason = "";
-  const text = item.firstChild;
+  const read = reader(item);
   for await (const event of events(answer.body)) {
     if (event.error) throw new Error(event.error.message);
     usage = event.usage ?? usage;
     for (const choice of event.choices ?? []) {
       first ||= performance.now();
-      text.appendData(choice.text ?? choice.delta?.content ?? "");
+      read.add(choice.delta ?? { content: choice.text });
       reason = choice.finish_reason ?? reason;
     }
     item.scrollIntoView({ block: "nearest" });
@@ -100,6 +145,7 @@ async function stream(path, body, item) {
   const rate = n > 1 ? `${((n - 1) / seconds).toFixed(1)} tokens/s, ` : "";
   $("speed").textContent = `${rate}first after ${((first - began) / 1000).toFixed(2)} s`;
   addNote(item, `${n} tokens, ${reason}`);
+  return read.message;
 }
 
 async function ask(text) {
@@ -107,11 +153,9 @@ async function ask(text) {
   addTurn("user", text);
   turns.push({ role: "user", content: text });
   const item = addTurn("assistant", "");
-  item.append("");
   busy(new AbortController());
   try {
-    await stream(...request(text), item);
-    turns.push({ role: "assistant", content: item.firstChild.data });
+    turns.push(await stream(...request(text), item));
   } catch (error) {
     if (error.name === "AbortError") addNote(item, "stopped");
     else complain(error.message);
@@ -250,7 +294,7 @@ function showFacts() {
 
 async function look() {
   try {
-    const [status, metrics] = await Promise.all([fetch("/status"), fetch("/metrics")]);
+    const [status, metrics] = await Promise.all([fetch("status"), fetch("metrics")]);
     facts = await status.json();
     showFacts();
     showMetrics(parse(await metrics.text()));

@@ -45,9 +45,9 @@ def test_nothing_is_allowed_that_is_not_this_server(live: Live, path: str) -> No
 def test_what_the_page_names_is_served(live: Live) -> None:
     text = live.client.get("/", headers=HTML).text
     named = set(re.findall(r'(?:src|href)="([^"]+)"', text))
-    assert named >= set(FILES) - {"/"}
-    for path in named:
-        assert live.client.get(path).status_code == 200, path
+    assert {f"/{name}" for name in named} >= set(FILES) - {"/"}
+    for name in named:
+        assert live.client.get(f"/{name}").status_code == 200, name
 
 
 def test_the_metrics_it_shows_are_exported(live: Live) -> None:
