@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -10,8 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from cflow.engine.files.hub import BUNDLED_FILE
+from cflow.engine.text.dialect import HERMES, Dialect
+from cflow.server.config import server_config
+from harness.fake_engine import READY, FakeEngine
+from harness.live import Live
+from harness.scripts import CALL, Template, say
 from harness.servers import Server, serving
 from harness.waiting import until
 
@@ -46,7 +53,7 @@ def open_page(browser: Any) -> Iterator[Any]:
     complaints: list[str] = []
     pages = []
 
-    def make(server: Server, size: str = "desk") -> Any:
+    def make(server: Server | Scripted, size: str = "desk") -> Any:
         width, height = SIZES[size]
         page = browser.new_page(viewport={"width": width, "height": height})
 
@@ -90,7 +97,8 @@ def test_a_story_by_keyboard_alone(story: Server, open_page: Any, size: str) -> 
     assert re.search(r"\w.*\n\d+ tokens, (stop|length)$", text, re.DOTALL)
     assert "tokens/s" in page.locator("#speed").inner_text()
     assert page.evaluate("document.documentElement.scrollWidth") <= SIZES[size][0]
-    keep(page, f"page-{size}")
+    if size == "phone":
+        keep(page, "page-phone")
 
 
 def test_escape_stops_the_answer_for_the_server_too(shared: Server, open_page: Any) -> None:
@@ -98,7 +106,8 @@ def test_escape_stops_the_answer_for_the_server_too(shared: Server, open_page: A
     before = shared.metric("cflow_cancelled_total")
     page.locator("summary").click()
     page.fill("#max-tokens", "1500")
-    page.fill("#text", "Count to a thousand.")
+    page.fill("#temperature", "0")
+    page.fill("#text", "Write a long story about a dragon.")
     page.press("#text", "Enter")
     sync_api.expect(page.locator("#turns li.assistant")).not_to_be_empty(timeout=ANSWER_MS)
     page.keyboard.press("Escape")
@@ -157,3 +166,41 @@ def test_a_key_is_asked_for(model: Path, start: Any, open_page: Any, tmp_path: P
     page.fill("#key", "s3cret")
     page.press("#text", "Enter")
     answered(page)
+
+
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
+TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": PARAMETERS}}
+
+
+class Scripted:
+    """A server whose model says that, behind a sub-path."""
+
+    def __init__(self, text: str) -> None:
+        dialect = Dialect(HERMES, thinks=True)
+        engine = FakeEngine(script=say(text), dialect=dialect, template=Template(""))
+        engine.put(ready=structs.replace(READY, max_context=4000))
+        self.live = Live(engine, server_config({"root_path": "/llm"}))
+        self.url = f"http://127.0.0.1:{self.live.port}/llm/"
+
+
+def test_f45_the_page_works_behind_a_sub_path_and_shows_reasoning_and_calls(open_page: Any) -> None:
+    server = Scripted("<think>The user wants the weather.</think>I look." + CALL)
+    try:
+        page = open_page(server)
+        page.locator("summary").click()
+        page.fill("#tools", json.dumps([TOOL]))
+        page.fill("#text", "Weather?")
+        page.press("#text", "Enter")
+        answered(page)
+        turn = page.locator("#turns li.assistant")
+        assert turn.locator(".reasoning").inner_text() == "Reasoning\nThe user wants the weather."
+        assert turn.locator(".call").inner_text() == 'get_weather {"city": "Zürich"}'
+        assert "I look." in turn.inner_text()
+        page.fill("#text", "And now?")
+        page.press("#text", "Enter")
+        answered(page, 2)
+        sent = server.live.engine.template.seen["messages"][1]
+        assert sent["reasoning_content"] == "The user wants the weather."
+        assert sent["tool_calls"][0]["function"]["arguments"] == {"city": "Zürich"}
+    finally:
+        server.live.close()
