@@ -12,7 +12,7 @@ import msgspec
 from cflow.engine.text.dialect import THINK, THOUGHT, CallSyntax, Thinking
 from cflow.engine.text.tagged_call import TaggedCall
 
-Kind = Literal["reasoning", "content", "call", "arguments", "broken"]
+Kind = Literal["reasoning", "content", "call", "arguments"]
 
 _SPACE = " \t\r\n"
 _STRING = r'("(?:[^"\\]|\\.)*")'
@@ -27,8 +27,7 @@ class Part(NamedTuple):
     """A piece of an answer.
 
     text: for "call" the tool's name, for "arguments" a piece of their JSON. call: the number of the
-    call, -1 for reasoning and content. A "broken" part withdraws a call that was given out before
-    and turned out to be malformed; its text is the whole call as the model wrote it.
+    call, -1 for reasoning and content.
     """
 
     kind: Kind
@@ -39,9 +38,9 @@ class Part(NamedTuple):
 class ReplyReader:
     """Parser of one answer, whose text may be cut anywhere.
 
-    A call is given out once its name is a tool's and its arguments have begun; later text may still
-    show that it is broken. Text that only resembles a call is content. White space next to calls and
-    reasoning is dropped.
+    A call is given out once its name is a tool's and its arguments have begun; these may still turn
+    out to be malformed or cut. Text that only resembles a call is content. White space next to calls
+    and reasoning is dropped.
     """
 
     def __init__(
@@ -50,11 +49,15 @@ class ReplyReader:
         tools: Mapping[str, Any],
         thinking: Thinking,
         max_calls: int | None = None,
+        *,
+        must_call: bool = False,
     ) -> None:
-        """tools: schemas of the arguments, by tool name. max_calls: further calls are dropped."""
+        """tools: schemas of the arguments, by tool name. max_calls: further calls are dropped.
+        must_call: the answer has no content, as a grammar forces calls."""
         self._syntax = syntax if tools else None
         self._tools = tools
         self._max_calls = max_calls
+        self._must_call = must_call
         self.n_calls = 0
         self.is_thinking = thinking in ("begun", "within")
         self._may_think = thinking == "maybe"
@@ -72,11 +75,14 @@ class ReplyReader:
         parts: list[Part] = []
         while self._held and self._advance(parts):
             pass
-        return _merged(parts)
+        return self._settled(parts)
 
-    def flush(self) -> list[Part]:
-        """Return the remaining parts, at the end of the answer."""
+    def flush(self, *, is_cut: bool = False) -> list[Part]:
+        """Return the remaining parts, at the end of the answer. is_cut: not the model ended it, so
+        what begins a mark or a call is neither content nor reasoning."""
         parts: list[Part] = []
+        if is_cut:
+            self._drop_begun()
         if self._object is not None:
             self._end_object(parts)
         elif self._in_section:
@@ -86,7 +92,24 @@ class ReplyReader:
         if self._held and (is_counting or self._held.strip(_SPACE)):
             parts.append(Part(kind, self._held))
         self._held = ""
+        return self._settled(parts)
+
+    def _settled(self, parts: list[Part]) -> list[Part]:
+        if self._must_call:
+            parts = [part for part in parts if part.kind != "content"]
         return _merged(parts)
+
+    def _drop_begun(self) -> None:
+        """Drop the beginning of a call behind its mark, or more than one character of a mark."""
+        if self._in_section and (self._raw.strip(_SPACE) or self._is_after_call):
+            self._raw = self._held = ""
+            self._object, self._in_section = None, False
+            return
+        mark = THINK if self._may_think else THOUGHT if self.is_thinking else ""
+        if not mark and self._syntax is not None:
+            mark = self._syntax.open
+        if mark and (n := _n_begun(self._held, mark)) > 1:
+            self._held = self._held[:-n].rstrip(_SPACE)
 
     # ---- each method parses the front of _held; it returns False if it needs more text ----
 
@@ -224,9 +247,7 @@ class ReplyReader:
             self._raw += found.text
             self._end_section(parts)
             return
-        if call is None:
-            self._give(parts, "broken", self._raw + found.text)
-        elif not found.is_certain:
+        if call is not None and not found.is_certain:
             self._open_call(parts, call[0])
             self._give(parts, "arguments", call[1])
         self._raw, self._is_after_call = "", True

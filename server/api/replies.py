@@ -51,13 +51,7 @@ class Reply:
         self.logprobs += delta.logprobs
         self.prompt_logprobs = delta.prompt_logprobs or self.prompt_logprobs
         self.finish = delta.finish or self.finish
-        out = []
-        for part in self._read(delta):
-            if part.kind == "broken":
-                self._mend(part)
-            else:
-                out.append(self._take(part))
-        return out
+        return [self._take(part) for part in self._read(delta)]
 
     def _read(self, delta: Delta) -> list[Part]:
         reader = self.reader
@@ -67,7 +61,10 @@ class Reply:
         parts = reader.push(delta.text)
         if was_thinking or reader.is_thinking:
             self.n_reasoning += len(delta.tokens)
-        return parts + reader.flush() if delta.finish is not None else parts
+        if delta.finish is None:
+            return parts
+        is_cut = delta.finish.reason == "length" or delta.finish.stop is not None
+        return parts + reader.flush(is_cut=is_cut)
 
     def _take(self, part: Part) -> dict[str, Any]:
         if part.kind == "content":
@@ -81,12 +78,6 @@ class Reply:
             return {"tool_calls": [{"index": part.call} | call.as_json()]}
         self.calls[part.call].arguments += part.text
         return {"tool_calls": [{"index": part.call, "function": {"arguments": part.text}}]}
-
-    def _mend(self, part: Part) -> None:
-        """Turn an invalid call back into content, unless it is invalid only because it was cut off."""
-        if self.finish is None or self.finish.reason != "length":
-            del self.calls[part.call]
-            self.content.append(part.text)
 
     @property
     def reason(self) -> str | None:

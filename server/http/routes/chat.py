@@ -191,7 +191,7 @@ def new_reply(ask: ChatRequest, card: ModelCard, calling: Calling, thinking: Thi
     if not calling.schemas and thinking == "no":
         return Reply()
     syntax, max_calls = card.dialect.calls, None if calling.is_parallel else 1
-    reader = ReplyReader(syntax, calling.schemas, thinking, max_calls)
+    reader = ReplyReader(syntax, calling.schemas, thinking, max_calls, must_call=calling.must)
     return Reply(reader, syntax.id_length) if syntax else Reply(reader)
 
 

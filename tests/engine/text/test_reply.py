@@ -23,7 +23,7 @@ from cflow.engine.text.reply import Part, ReplyReader
 
 TOOLS: dict[str, Any] = {"get_weather": {}, "f": {}}
 PARIS = {"city": "Paris", "note": 'a "{" or }'}
-Read = tuple[str, str, list[tuple[str, str]], list[str]]  # reasoning, content, calls, broken
+Read = tuple[str, str, list[tuple[str, str]]]  # reasoning, content, calls
 
 
 def read(
@@ -32,24 +32,24 @@ def read(
     thinking: Thinking = "no",
     max_calls: int | None = None,
     tools: Mapping[str, Any] = TOOLS,
+    is_cut: bool = False,
+    must_call: bool = False,
 ) -> Read:
-    reader = ReplyReader(syntax, tools, thinking, max_calls)
-    parts = [part for piece in pieces for part in reader.push(piece)] + reader.flush()
+    reader = ReplyReader(syntax, tools, thinking, max_calls, must_call=must_call)
+    parts = [part for piece in pieces for part in reader.push(piece)]
+    parts += reader.flush(is_cut=is_cut)
     texts: dict[str, str] = {"reasoning": "", "content": ""}
     calls: list[tuple[str, str]] = []
-    broken = []
     for kind, text, call in parts:
         if kind in ("reasoning", "content"):
             texts[kind] += text
         elif kind == "call":
             assert call == len(calls)
             calls.append((text, ""))
-        elif kind == "arguments":
+        else:
             assert call == len(calls) - 1
             calls[call] = (calls[call][0], calls[call][1] + text)
-        else:
-            broken.append(text)
-    return texts["reasoning"], texts["content"], calls, broken
+    return texts["reasoning"], texts["content"], calls
 
 
 def hermes(name: str, arguments: object) -> str:
@@ -67,99 +67,99 @@ def tagged(name: str, **arguments: str) -> str:
 CALL = ("get_weather", json.dumps(PARIS))
 CASES: list[tuple[str, CallSyntax | None, Thinking, Read]] = [
     # Hermes and Qwen
-    (hermes("get_weather", PARIS), HERMES, "no", ("", "", [CALL], [])),
-    ("I look.\n" + hermes("get_weather", PARIS), HERMES, "no", ("", "I look.", [CALL], [])),
+    (hermes("get_weather", PARIS), HERMES, "no", ("", "", [CALL])),
+    ("I look.\n" + hermes("get_weather", PARIS), HERMES, "no", ("", "I look.", [CALL])),
     (hermes("get_weather", PARIS) + "\n" + hermes("f", {}) + "\n", HERMES, "no",
-     ("", "", [CALL, ("f", "{}")], [])),
-    (hermes("f", {}) + "\nDone.", HERMES, "no", ("", "Done.", [("f", "{}")], [])),
+     ("", "", [CALL, ("f", "{}")])),
+    (hermes("f", {}) + "\nDone.", HERMES, "no", ("", "Done.", [("f", "{}")])),
     ('<tool_call>{"arguments": {"x": [1, 2.5]}, "name": "f"}</tool_call>', HERMES, "no",
-     ("", "", [("f", '{"x":[1,2.5]}')], [])),
+     ("", "", [("f", '{"x":[1,2.5]}')])),
     ('<tool_call>{"name": "f", "arguments": "{\\"x\\": 1}"}</tool_call>', HERMES, "no",
-     ("", "", [("f", '{"x":1}')], [])),
-    ('<tool_call>{"name": "f"}</tool_call>', HERMES, "no", ("", "", [("f", "{}")], [])),
+     ("", "", [("f", '{"x":1}')])),
+    ('<tool_call>{"name": "f"}</tool_call>', HERMES, "no", ("", "", [("f", "{}")])),
     # text that only resembles a call
-    ("a < b and <tool_box>", HERMES, "no", ("", "a < b and <tool_box>", [], [])),
-    ("<tool_call>\nno JSON", HERMES, "no", ("", "<tool_call>\nno JSON", [], [])),
-    ("<tool_call>", HERMES, "no", ("", "<tool_call>", [], [])),
-    ("x <tool_", HERMES, "no", ("", "x <tool_", [], [])),
+    ("a < b and <tool_box>", HERMES, "no", ("", "a < b and <tool_box>", [])),
+    ("<tool_call>\nno JSON", HERMES, "no", ("", "<tool_call>\nno JSON", [])),
+    ("<tool_call>", HERMES, "no", ("", "<tool_call>", [])),
+    ("x <tool_", HERMES, "no", ("", "x <tool_", [])),
     ('<tool_call>{"name": "unknown", "arguments": {}}</tool_call>!', HERMES, "no",
-     ("", '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>!', [], [])),
+     ("", '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>!', [])),
     ('<tool_call>{"name": ["f"], "arguments": {}}</tool_call>', HERMES, "no",
-     ("", '<tool_call>{"name": ["f"], "arguments": {}}</tool_call>', [], [])),
+     ("", '<tool_call>{"name": ["f"], "arguments": {}}</tool_call>', [])),
     ('<tool_call>{"name": "f", "arguments": [1]}', HERMES, "no",
-     ("", '<tool_call>{"name": "f", "arguments": [1]}', [], [])),
-    ('<tool_call>{"name": "f", "argu', HERMES, "no", ("", '<tool_call>{"name": "f", "argu', [], [])),
+     ("", '<tool_call>{"name": "f", "arguments": [1]}', [])),
+    ('<tool_call>{"name": "f", "argu', HERMES, "no", ("", '<tool_call>{"name": "f", "argu', [])),
     # a certain call that breaks or is cut off
     ('<tool_call>{"name": "f", "arguments": {x: 1}}</tool_call>', HERMES, "no",
-     ("", "", [("f", "{x: 1}")], ['<tool_call>{"name": "f", "arguments": {x: 1}}'])),
+     ("", "", [("f", "{x: 1}")])),
     ('<tool_call>{"name": "f", "arguments": {"x": "y', HERMES, "no",
-     ("", "", [("f", '{"x": "y')], ['<tool_call>{"name": "f", "arguments": {"x": "y'])),
+     ("", "", [("f", '{"x": "y')])),
     # Llama
-    ('{"name": "f", "parameters": {"x": 1}}', LLAMA, "no", ("", "", [("f", '{"x": 1}')], [])),
+    ('{"name": "f", "parameters": {"x": 1}}', LLAMA, "no", ("", "", [("f", '{"x": 1}')])),
     ('<|python_tag|>{"name": "f", "parameters": {"x": 1}}', LLAMA, "no",
-     ("", "", [("f", '{"x": 1}')], [])),
+     ("", "", [("f", '{"x": 1}')])),
     ('{"name": "f", "parameters": {}}; {"name": "get_weather", "parameters": {"city": "x"}}', LLAMA,
-     "no", ("", "", [("f", "{}"), ("get_weather", '{"city": "x"}')], [])),
+     "no", ("", "", [("f", "{}"), ("get_weather", '{"city": "x"}')])),
     ('{"type": "function", "name": "f", "parameters": {"x": 1}}', LLAMA, "no",
-     ("", "", [("f", '{"x":1}')], [])),
-    ('{"answer": 42}', LLAMA, "no", ("", '{"answer": 42}', [], [])),
-    ('{"name": "Ada", "age": 36}', LLAMA, "no", ("", '{"name": "Ada", "age": 36}', [], [])),
+     ("", "", [("f", '{"x":1}')])),
+    ('{"answer": 42}', LLAMA, "no", ("", '{"answer": 42}', [])),
+    ('{"name": "Ada", "age": 36}', LLAMA, "no", ("", '{"name": "Ada", "age": 36}', [])),
     ('It is {"name": "f", "parameters": {}}', LLAMA, "no",
-     ("", 'It is {"name": "f", "parameters": {}}', [], [])),
-    ('<|python_tag|>print("hi")', LLAMA, "no", ("", '<|python_tag|>print("hi")', [], [])),
+     ("", 'It is {"name": "f", "parameters": {}}', [])),
+    ('<|python_tag|>print("hi")', LLAMA, "no", ("", '<|python_tag|>print("hi")', [])),
     # Mistral
     ('[TOOL_CALLS] [{"name": "f", "arguments": {"x": 1}}, {"name": "f", "arguments": {}}]', MISTRAL,
-     "no", ("", "", [("f", '{"x": 1}'), ("f", "{}")], [])),
+     "no", ("", "", [("f", '{"x": 1}'), ("f", "{}")])),
     ('[TOOL_CALLS][{"name": "f", "arguments": {}, "id": "VvvODy9mT"}]', MISTRAL, "no",
-     ("", "", [("f", "{}")], [])),
+     ("", "", [("f", "{}")])),
     ('[TOOL_CALLS]{"name": "f", "arguments": {}}[TOOL_CALLS] no', MISTRAL, "no",
-     ("", "[TOOL_CALLS] no", [("f", "{}")], [])),
-    ('{"name": "f", "parameters": {}}"{"x": 1} \n', LLAMA, "no", ("", '"{"x": 1} \n', [("f", "{}")], [])),
-    ("Look: [TOOL_CALLS] is a word", MISTRAL, "no", ("", "Look: [TOOL_CALLS] is a word", [], [])),
-    ('[TOOL_CALLS]get_weather[ARGS]' + json.dumps(PARIS), MISTRAL_NAMED, "no", ("", "", [CALL], [])),
+     ("", "[TOOL_CALLS] no", [("f", "{}")])),
+    ('{"name": "f", "parameters": {}}"{"x": 1} \n', LLAMA, "no", ("", '"{"x": 1} \n', [("f", "{}")])),
+    ("Look: [TOOL_CALLS] is a word", MISTRAL, "no", ("", "Look: [TOOL_CALLS] is a word", [])),
+    ('[TOOL_CALLS]get_weather[ARGS]' + json.dumps(PARIS), MISTRAL_NAMED, "no", ("", "", [CALL])),
     ('Look.[TOOL_CALLS]f[ARGS]{"x": {"y": []}}[TOOL_CALLS]f[ARGS] {}', MISTRAL_NAMED, "no",
-     ("", "Look.", [("f", '{"x": {"y": []}}'), ("f", "{}")], [])),
-    ("[TOOL_CALLS]f[ARGS]{}\nDone.", MISTRAL_NAMED, "no", ("", "Done.", [("f", "{}")], [])),
+     ("", "Look.", [("f", '{"x": {"y": []}}'), ("f", "{}")])),
+    ("[TOOL_CALLS]f[ARGS]{}\nDone.", MISTRAL_NAMED, "no", ("", "Done.", [("f", "{}")])),
     ('[TOOL_CALLS]f[ARGS]{"x": "y', MISTRAL_NAMED, "no",
-     ("", "", [("f", '{"x": "y')], ['[TOOL_CALLS]f[ARGS]{"x": "y'])),
+     ("", "", [("f", '{"x": "y')])),
     ("[TOOL_CALLS]f[ARGS]{x}!", MISTRAL_NAMED, "no",
-     ("", "!", [("f", "{x}")], ["[TOOL_CALLS]f[ARGS]{x}"])),
-    ("[TOOL_CALLS]f[ARGS][1]", MISTRAL_NAMED, "no", ("", "[TOOL_CALLS]f[ARGS][1]", [], [])),
-    ("[TOOL_CALLS]other[ARGS]{}", MISTRAL_NAMED, "no", ("", "[TOOL_CALLS]other[ARGS]{}", [], [])),
-    ("[TOOL_CALLS]f[ARG", MISTRAL_NAMED, "no", ("", "[TOOL_CALLS]f[ARG", [], [])),
-    ("[TOOL_CALLS]f or g", MISTRAL_NAMED, "no", ("", "[TOOL_CALLS]f or g", [], [])),
+     ("", "!", [("f", "{x}")])),
+    ("[TOOL_CALLS]f[ARGS][1]", MISTRAL_NAMED, "no", ("", "[TOOL_CALLS]f[ARGS][1]", [])),
+    ("[TOOL_CALLS]other[ARGS]{}", MISTRAL_NAMED, "no", ("", "[TOOL_CALLS]other[ARGS]{}", [])),
+    ("[TOOL_CALLS]f[ARG", MISTRAL_NAMED, "no", ("", "[TOOL_CALLS]f[ARG", [])),
+    ("[TOOL_CALLS]f or g", MISTRAL_NAMED, "no", ("", "[TOOL_CALLS]f or g", [])),
     ("[TOOL_CALLS]get_weather[CALL_ID]VvvODy9mT[ARGS]" + json.dumps(PARIS), MISTRAL_IDS, "no",
-     ("", "", [CALL], [])),
+     ("", "", [CALL])),
     ("I.[TOOL_CALLS]f[CALL_ID]a1[ARGS]{}[TOOL_CALLS]f[ARGS]{}", MISTRAL_IDS, "no",
-     ("", "I.", [("f", "{}"), ("f", "{}")], [])),
+     ("", "I.", [("f", "{}"), ("f", "{}")])),
     ("[TOOL_CALLS]f[CALL_ID]a b[ARGS]{}", MISTRAL_IDS, "no",
-     ("", "[TOOL_CALLS]f[CALL_ID]a b[ARGS]{}", [], [])),
-    ("[TOOL_CALLS]f[CALL_ID]a1[AR", MISTRAL_IDS, "no", ("", "[TOOL_CALLS]f[CALL_ID]a1[AR", [], [])),
+     ("", "[TOOL_CALLS]f[CALL_ID]a b[ARGS]{}", [])),
+    ("[TOOL_CALLS]f[CALL_ID]a1[AR", MISTRAL_IDS, "no", ("", "[TOOL_CALLS]f[CALL_ID]a1[AR", [])),
     ("[TOOL_CALLS]other[CALL_ID]a1[ARGS]{}", MISTRAL_IDS, "no",
-     ("", "[TOOL_CALLS]other[CALL_ID]a1[ARGS]{}", [], [])),
+     ("", "[TOOL_CALLS]other[CALL_ID]a1[ARGS]{}", [])),
     # Qwen3-Coder
     (tagged("f", x="1", note="a <b>\n</b>"), QWEN_CODER, "no",
-     ("", "", [("f", '{"x": 1, "note": "a <b>\\n</b>"}')], [])),
+     ("", "", [("f", '{"x": 1, "note": "a <b>\\n</b>"}')])),
     ("I look.\n\n" + tagged("f") + "\n" + tagged("get_weather", city="Paris") + "\nDone.", QWEN_CODER, "no",
-     ("", "I look.Done.", [("f", "{}"), ("get_weather", '{"city": "Paris"}')], [])),
-    ("<tool_call><function=f></function></tool_call>", QWEN_CODER, "no", ("", "", [("f", "{}")], [])),
+     ("", "I look.Done.", [("f", "{}"), ("get_weather", '{"city": "Paris"}')])),
+    ("<tool_call><function=f></function></tool_call>", QWEN_CODER, "no", ("", "", [("f", "{}")])),
     ("<tool_call>\n<function=f>\n<parameter=x>\n1", QWEN_CODER, "no",
-     ("", "", [("f", "")], ["<tool_call>\n<function=f>\n<parameter=x>\n1"])),
+     ("", "", [("f", "")])),
     ("<tool_call>\n<function=f>\nand", QWEN_CODER, "no",
-     ("", "<tool_call>\n<function=f>\nand", [], [])),
-    (tagged("other", x="1"), QWEN_CODER, "no", ("", tagged("other", x="1"), [], [])),
-    (hermes("f", {}), QWEN_CODER, "no", ("", hermes("f", {}), [], [])),
+     ("", "<tool_call>\n<function=f>\nand", [])),
+    (tagged("other", x="1"), QWEN_CODER, "no", ("", tagged("other", x="1"), [])),
+    (hermes("f", {}), QWEN_CODER, "no", ("", hermes("f", {}), [])),
     # reasoning
-    ("<think>\nHm, 2.\n</think>\n\nTwo.", None, "maybe", ("Hm, 2.", "Two.", [], [])),
-    ("Hm, 2.\n</think>\n\nTwo.", None, "begun", ("Hm, 2.", "Two.", [], [])),
-    ("Hm, no end", None, "begun", ("Hm, no end", "", [], [])),
-    ("Two <think>", None, "maybe", ("", "Two <think>", [], [])),
-    ("<think", None, "maybe", ("", "<think", [], [])),
-    (" \n", None, "maybe", ("", " \n", [], [])),
+    ("<think>\nHm, 2.\n</think>\n\nTwo.", None, "maybe", ("Hm, 2.", "Two.", [])),
+    ("Hm, 2.\n</think>\n\nTwo.", None, "begun", ("Hm, 2.", "Two.", [])),
+    ("Hm, no end", None, "begun", ("Hm, no end", "", [])),
+    ("Two <think>", None, "maybe", ("", "Two <think>", [])),
+    ("<think", None, "maybe", ("", "<think", [])),
+    (" \n", None, "maybe", ("", " \n", [])),
     ("<think>\n<tool_call> it is\n</think>\n" + hermes("f", {}), HERMES, "maybe",
-     ("<tool_call> it is", "", [("f", "{}")], [])),
-    ("<think></think>" + hermes("f", {}), HERMES, "maybe", ("", "", [("f", "{}")], [])),
-    ("no thoughts </think>", None, "no", ("", "no thoughts </think>", [], [])),
+     ("<tool_call> it is", "", [("f", "{}")])),
+    ("<think></think>" + hermes("f", {}), HERMES, "maybe", ("", "", [("f", "{}")])),
+    ("no thoughts </think>", None, "no", ("", "no thoughts </think>", [])),
 ]  # fmt: skip
 
 
@@ -171,6 +171,48 @@ def test_texts_however_they_are_cut(
     assert read(list(text), syntax, thinking) == expected
     for at in range(1, len(text)):
         assert read([text[:at], text[at:]], syntax, thinking) == expected
+
+
+@pytest.mark.parametrize(
+    ("syntax", "text"),
+    [
+        (HERMES, hermes("get_weather", PARIS) + "\n" + hermes("f", {"x": 1})),
+        (LLAMA, '{"name": "get_weather", "parameters": {"x": 1}}; {"name": "f", "parameters": {"x": 1}}'),
+        (LLAMA, '<|python_tag|>{"name": "f", "parameters": {"x": 1}}'),
+        (MISTRAL, '[TOOL_CALLS] [{"name": "f", "arguments": {"x": 1}}, {"name": "f", "arguments": {}}]'),
+        (MISTRAL_NAMED, '[TOOL_CALLS]get_weather[ARGS]{"x": 1}[TOOL_CALLS]f[ARGS]{}'),
+        (MISTRAL_IDS, '[TOOL_CALLS]get_weather[CALL_ID]a1[ARGS]{"x": 1}[TOOL_CALLS]f[CALL_ID]a2[ARGS]{}'),
+        (QWEN_CODER, tagged("get_weather", city="Paris") + "\n" + tagged("f", x="1")),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("thinks", [False, True])
+def test_f18_marks_of_a_cut_answer_are_no_content(
+    syntax: CallSyntax, text: str, thinks: bool
+) -> None:
+    """Of the whole answer and of a stream, wherever it is cut."""
+    before = "<think>\nHm.\n</think>\n" if thinks else ""
+    thinking: Thinking = "maybe" if thinks else "no"
+    told = read([before + text], syntax, thinking)[2]
+    for end in range(len(before + text) + 1):
+        cut = (before + text)[:end]
+        for pieces in ([cut], list(cut)):
+            forced = read(pieces, syntax, thinking, is_cut=True, must_call=True)
+            assert forced[1] == ""
+            for (name, arguments), (whole_name, whole) in zip(forced[2], told, strict=False):
+                assert name == whole_name
+                assert whole.startswith(arguments)
+            free = read(pieces, syntax, thinking, is_cut=True)
+            assert free[2] == forced[2]
+            if text[0] != "{" or free[2]:  # bare JSON has no mark
+                assert free[1] in ("", "<", "[")
+
+
+def test_f18_text_that_only_resembles_a_call_stays_in_a_cut_answer() -> None:
+    for text in ("a < b and <tool_box>", "<tool_call>\nno JSON", "1 <", '{"answer": 4'):
+        assert read(list(text), HERMES, is_cut=True) == ("", text, [])
+    assert read(["I look.\n<tool_"], HERMES, is_cut=True) == ("", "I look.", [])
+    assert read(['I look.\n<tool_call>{"na'], HERMES, is_cut=True) == ("", "I look.", [])
+    assert read(['{"type": "object", "x'], LLAMA, is_cut=True) == ("", '{"type": "object", "x', [])
 
 
 def test_arguments_come_while_they_are_written() -> None:
@@ -210,12 +252,12 @@ def test_values_in_tags_are_what_their_schema_means(
 
 def test_calls_beyond_the_bound_are_dropped() -> None:
     text = hermes("f", {"x": 1}) + "\n" + hermes("f", {"x": 2}) + "\n" + hermes("f", {"x": 3})
-    assert read(list(text), HERMES, max_calls=1) == ("", "", [("f", '{"x": 1}')], [])
+    assert read(list(text), HERMES, max_calls=1) == ("", "", [("f", '{"x": 1}')])
 
 
 def test_without_tools_nothing_is_a_call() -> None:
     text = hermes("f", {})
-    assert read(list(text), HERMES, tools={}) == ("", text, [], [])
+    assert read(list(text), HERMES, tools={}) == ("", text, [])
 
 
 def test_content_is_not_held_back_longer_than_needed() -> None:
@@ -247,7 +289,7 @@ def test_cuts_never_matter_and_nothing_is_lost(
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=5)))
     ends = [0, *cuts, len(text)]
     cut = [text[a:b] for a, b in pairwise(ends)]
-    reasoning, content, calls, broken = read(cut, syntax, thinking)
-    assert read([text], syntax, thinking) == (reasoning, content, calls, broken)
+    reasoning, content, calls = read(cut, syntax, thinking)
+    assert read([text], syntax, thinking) == (reasoning, content, calls)
     if not calls and thinking == "no":
         assert content == text

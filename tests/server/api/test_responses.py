@@ -424,3 +424,17 @@ def test_log_probabilities_belong_to_the_text(serve: Any) -> None:
     told = [event for event in stream(live, **fields) if event.type == "response.output_text.delta"]
     streamed = [entry for event in told for entry in event.logprobs]
     assert [entry.token for entry in streamed] == [entry["token"] for entry in part["logprobs"]]
+
+
+@pytest.mark.parametrize("end", [5, 15, 20, 60, len(CALL) + 5, len(CALL) + 20])
+def test_f18_a_cut_response_has_no_marks(tell: Tell, end: int) -> None:
+    live = tell((CALL + "\n" + CALL_2)[:end], reason="length")
+    response = whole(live, tools=TOOLS, tool_choice="required")
+    assert response.status == "incomplete"
+    last = stream(live, tools=TOOLS, tool_choice="required")[-1]
+    assert last.type == "response.incomplete"
+    assert shown(last.response) == shown(response)
+    assert all(item[-1] == "" for item in shown(response) if item[0] == "message")
+    assert [item[2] for item in shown(response) if item[0] == "call"] == (
+        ["get_weather"] if end >= 60 else []
+    )

@@ -156,15 +156,33 @@ def test_one_call_where_several_are_not_wanted(tell: Any) -> None:
     assert [c["function"]["name"] for c in choice["message"]["tool_calls"]] == ["get_weather"]
 
 
-def test_a_call_that_breaks_is_content_and_one_that_is_cut_stays(tell: Any) -> None:
+def test_a_call_that_breaks_or_is_cut_stays_one(tell: Any) -> None:
+    """A stream has sent it before it broke, and a whole answer is what its stream is."""
     broken = '<tool_call>{"name": "clock", "arguments": {x}}</tool_call>'
-    choice = whole(tell(broken), tools=[CLOCK])
-    assert choice["message"]["content"] == broken.removesuffix("</tool_call>")
-    assert "tool_calls" not in choice["message"]
-    assert choice["finish_reason"] == "stop"
+    message = {"role": "assistant", "content": None, "refusal": None}
+    message["tool_calls"] = [called("clock", "{x}")]  # type: ignore[assignment]
+    live, expected = tell(broken), {"message": message, "finish_reason": "tool_calls"}
+    assert without_ids(whole(live, tools=[CLOCK])) == expected
+    assert without_ids(joined(live, tools=[CLOCK])) == expected
     cut = whole(tell(CALL[:60], reason="length"), tools=[WEATHER])
     assert cut["finish_reason"] == "length"
     assert cut["message"]["tool_calls"][0]["function"]["arguments"] == CALL[CALL.index('{"c') : 60]
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize("dialect", [HERMES, QWEN_CODER])
+def test_f18_a_cut_answer_has_no_marks(tell: Any, choice: str, dialect: Any) -> None:
+    text = CALL + "\n" + CALL_2 if dialect is HERMES else TAGGED
+    live = tell("", dialect=Dialect(dialect))
+    for end in range(1, len(text)):
+        live.engine.script = say(text[:end], reason="length")
+        answer = without_ids(whole(live, tools=[WEATHER, CLOCK], tool_choice=choice))
+        assert answer["finish_reason"] == "length"
+        calls = answer["message"].get("tool_calls", [])
+        is_begun = choice == "auto" and text[:end] == "<"
+        assert answer["message"]["content"] == ("<" if is_begun else None if calls else "")
+        if end % 5 == 0:
+            assert without_ids(joined(live, tools=[WEATHER, CLOCK], tool_choice=choice)) == answer
 
 
 def test_the_template_gets_the_tools_and_their_turns(tell: Any) -> None:
