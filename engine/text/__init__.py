@@ -14,6 +14,7 @@ model. Imports: base.
     dialect          how a model writes calls and reasoning; a grammar of whole answers
     tagged_call      the calls that Qwen3-Coder writes: parser and grammar
     reply            an answer's text to reasoning, content and calls
+    bounded_schema   JSON schemas whose numbers end
     grammar          grammars, made from a request and compiled
     grammar_checker  the jail in which grammars are tried
     jail             processes with limits on time and memory

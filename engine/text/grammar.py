@@ -18,13 +18,14 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import any_to_lark
 
 from cflow.engine.base.model_header import ModelHeader, encode_header
+from cflow.engine.text.bounded_schema import bounded
 from cflow.engine.text.jail import Jail
 from cflow.engine.text.tokenizer import Tokenizer
 
 MAX_CHARS = 128 << 10  # of a grammar
 MAX_MESSAGE = 300  # characters of an error of llguidance that are passed on
 TIME_S = 2.0  # to compile one; usual ones take milliseconds
-_SPACE = r"[ \n\r\t]{1,64}"
+_SPACE = r"[ \n\r\t]{1,20}"
 _KNOWN = 128  # grammars whose result is cached
 
 # At most half of llguidance's defaults, so that the mask of one token takes milliseconds.
@@ -50,10 +51,11 @@ class GrammarError(Exception):
 
 
 def from_json_schema(schema: dict[str, Any] | bool) -> str:
-    """Answers that are JSON and match the schema. White space between parts is bounded: small models
-    may not stop writing it."""
+    """Answers that are JSON and match the schema. White space between parts and numbers are bounded:
+    small models may not stop writing them. An answer may match several parts of a oneOf."""
     rules = schema if isinstance(schema, dict) else {} if schema else {"not": {}}
-    return _one("json_schema", {"x-guidance": {"whitespace_pattern": _SPACE}} | rules)
+    options = {"whitespace_pattern": _SPACE, "coerce_one_of": True}
+    return _one("json_schema", {"x-guidance": options} | bounded(rules))
 
 
 def from_lark(lark: str) -> str:

@@ -14,6 +14,7 @@ from cflow.engine.text.tagged_call import TaggedCall
 
 Kind = Literal["reasoning", "content", "call", "arguments"]
 
+MAX_CALLS = 32  # of one answer
 _SPACE = " \t\r\n"
 _STRING = r'("(?:[^"\\]|\\.)*")'
 _ID = re.compile(r"[a-zA-Z0-9]{0,64}")
@@ -48,17 +49,21 @@ class ReplyReader:
         syntax: CallSyntax | None,
         tools: Mapping[str, Any],
         thinking: Thinking,
-        max_calls: int | None = None,
+        max_calls: int = MAX_CALLS,
         *,
         must_call: bool = False,
     ) -> None:
-        """tools: schemas of the arguments, by tool name. max_calls: further calls are dropped.
+        """tools: schemas of the arguments, by tool name. max_calls: the answer is over after them.
         must_call: the answer has no content, as a grammar forces calls."""
         self._syntax = syntax if tools else None
         self._tools = tools
         self._max_calls = max_calls
         self._must_call = must_call
         self.n_calls = 0
+        self.is_over = False  # the answer ends here, whatever the model goes on with
+        self._last: tuple[str, str] | None = None  # name and arguments of the last call
+        self._call = ("", "")  # of the call that is being read
+        self._copy: list[Part] | None = None  # its parts, while it may repeat the last one
         self.is_thinking = thinking in ("begun", "within")
         self._may_think = thinking == "maybe"
         self._held = ""  # received and not parsed yet
@@ -73,7 +78,7 @@ class ReplyReader:
         """Parse more text; return the parts that are certain now."""
         self._held += text
         parts: list[Part] = []
-        while self._held and self._advance(parts):
+        while self._held and not self.is_over and self._advance(parts):
             pass
         return self._settled(parts)
 
@@ -81,6 +86,8 @@ class ReplyReader:
         """Return the remaining parts, at the end of the answer. is_cut: not the model ended it, so
         what begins a mark or a call is neither content nor reasoning."""
         parts: list[Part] = []
+        if self.is_over:
+            return parts
         if is_cut:
             self._drop_begun()
         if self._object is not None:
@@ -92,6 +99,7 @@ class ReplyReader:
         if self._held and (is_counting or self._held.strip(_SPACE)):
             parts.append(Part(kind, self._held))
         self._held = ""
+        self._release(parts)
         return self._settled(parts)
 
     def _settled(self, parts: list[Part]) -> list[Part]:
@@ -250,15 +258,41 @@ class ReplyReader:
         if call is not None and not found.is_certain:
             self._open_call(parts, call[0])
             self._give(parts, "arguments", call[1])
+        self._end_call(parts)
         self._raw, self._is_after_call = "", True
 
     def _open_call(self, parts: list[Part], name: str) -> None:
         self.n_calls += 1
+        self._call = (name, "")
+        self._copy = [] if self._last is not None and self._last[0] == name else None
         self._give(parts, "call", name)
 
     def _give(self, parts: list[Part], kind: Kind, text: str) -> None:
-        if self._max_calls is None or self.n_calls <= self._max_calls:
-            parts.append(Part(kind, text, self.n_calls - 1))
+        """Give a piece of a call out, or keep it while the call repeats the one before it."""
+        part = Part(kind, text, self.n_calls - 1)
+        if kind == "arguments":
+            self._call = (self._call[0], self._call[1] + text)
+        if self._copy is None:
+            parts.append(part)
+            return
+        self._copy.append(part)
+        assert self._last is not None
+        if not self._last[1].startswith(self._call[1]):
+            self._release(parts)
+
+    def _release(self, parts: list[Part]) -> None:
+        parts += self._copy or []
+        self._copy = None
+
+    def _end_call(self, parts: list[Part]) -> None:
+        """A call that equals the one before it ends the answer and is dropped: a model that repeats
+        itself does not stop by itself."""
+        if self._copy is not None and self._call == self._last:
+            self.n_calls -= 1
+            self._copy, self.is_over = None, True
+        self._release(parts)
+        self._last = self._call
+        self.is_over = self.is_over or self.n_calls >= self._max_calls
 
 
 class _Object:

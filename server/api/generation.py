@@ -38,12 +38,17 @@ class Generation:
         self.n_reasoning = 0  # tokens; the route counts them
         self.disk: DiskUsage | None = None  # of finished choices
         self.is_cancelled = False
+        self._is_stopped = False
 
     def cancel(self) -> None:
         """Cancel all answers. May be called at any time."""
         self.is_cancelled = True
         for answer in self._answers:
             answer.cancel()
+
+    def stop(self) -> None:
+        """End all answers here: nobody wants what would follow, so it is read no further."""
+        self._is_stopped = not self.is_over
 
     @property
     def is_over(self) -> bool:
@@ -114,7 +119,7 @@ class Generation:
             otherwise = "error"
             raise
         finally:
-            record.end(otherwise)
+            record.end("stop" if self._is_stopped else otherwise)
 
     async def _merge(self) -> Events:
         queue: asyncio.Queue[tuple[int, Delta | Progress] | Exception | None] = asyncio.Queue()

@@ -6,14 +6,16 @@ An answer is written once, as events of a stream; a whole answer has the blocks 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
 from typing import Any
 from uuid import uuid4
 
 from pydantic_core import from_json
 
+from cflow.engine.base.messages import Progress
 from cflow.server.api.generation import Generation
-from cflow.server.api.replies import Reply
+from cflow.server.api.replies import Reply, read_replies
 from cflow.server.api.schemas import ChatRequest, MessagesRequest, parse
 from cflow.server.api.wire import encode
 from cflow.server.errors import RequestError, shorten
@@ -208,6 +210,16 @@ class MessageWriter:
         usage = {"input_tokens": self._generation.n_prompt, "output_tokens": 0}
         yield _event("message_start", message=self._message | ending | {"usage": usage})
         yield _event("ping")
+
+    async def events(self, generation: Generation, reply: Reply) -> AsyncGenerator[bytes]:
+        """The events between begin() and end()."""
+        async with aclosing(read_replies(generation, [reply])) as read:
+            async for event in read:
+                if isinstance(event, Progress):
+                    continue
+                for piece in event[2]:
+                    for told in self.add(piece):
+                        yield told
 
     def add(self, delta: dict[str, Any]) -> Iterator[bytes]:
         """Events for one delta of a chat."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import secrets
 import string
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from cflow.engine.base.messages import Delta, Finish, Logprob
+from cflow.engine.base.messages import Delta, Finish, Logprob, Progress
 from cflow.engine.text.reply import Part, ReplyReader
+from cflow.server.api.generation import Generation
 
 _LETTERS = string.ascii_letters + string.digits
 
@@ -47,6 +50,8 @@ class Reply:
 
     def add(self, delta: Delta) -> list[dict[str, Any]]:
         """Add a delta; return the deltas of a stream, in OpenAI's shape."""
+        if self.is_over:
+            return []
         self.tokens += delta.tokens
         self.logprobs += delta.logprobs
         self.prompt_logprobs = delta.prompt_logprobs or self.prompt_logprobs
@@ -61,10 +66,12 @@ class Reply:
         parts = reader.push(delta.text)
         if was_thinking or reader.is_thinking:
             self.n_reasoning += len(delta.tokens)
-        if delta.finish is None:
-            return parts
-        is_cut = delta.finish.reason == "length" or delta.finish.stop is not None
-        return parts + reader.flush(is_cut=is_cut)
+        if reader.is_over:
+            self.finish = Finish("stop")
+        elif delta.finish is not None:
+            is_cut = delta.finish.reason == "length" or delta.finish.stop is not None
+            parts += reader.flush(is_cut=is_cut)
+        return parts
 
     def _take(self, part: Part) -> dict[str, Any]:
         if part.kind == "content":
@@ -78,6 +85,11 @@ class Reply:
             return {"tool_calls": [{"index": part.call} | call.as_json()]}
         self.calls[part.call].arguments += part.text
         return {"tool_calls": [{"index": part.call, "function": {"arguments": part.text}}]}
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the answer has ended, for what it says or with its last delta."""
+        return self.finish is not None
 
     @property
     def reason(self) -> str | None:
@@ -94,3 +106,28 @@ class Reply:
             message["content"] = content or None
             message["tool_calls"] = [call.as_json() for call in self.calls.values()]
         return message
+
+
+Pieces = list[dict[str, Any]]
+
+
+async def read_replies(
+    generation: Generation, replies: list[Reply]
+) -> AsyncGenerator[tuple[Reply, Delta, Pieces] | Progress]:
+    """Each delta with its reply and what it adds to it, until all replies are over."""
+    async with aclosing(generation.events()) as events:
+        async for _, event in events:
+            if isinstance(event, Progress):
+                yield event
+                continue
+            reply = replies[event.choice]
+            if reply.is_over:
+                continue
+            pieces = reply.add(event)
+            generation.n_reasoning = sum(reply.n_reasoning for reply in replies)
+            is_last = all(reply.is_over for reply in replies)
+            if is_last:
+                generation.stop()
+            yield reply, event, pieces
+            if is_last:
+                return

@@ -10,13 +10,13 @@ from fastapi import APIRouter, Request, Response
 from cflow.engine.base.messages import Delta, Progress, SamplingParams
 from cflow.engine.client.card import ModelCard
 from cflow.engine.text.dialect import Thinking
-from cflow.engine.text.reply import ReplyReader
+from cflow.engine.text.reply import MAX_CALLS, ReplyReader
 from cflow.server.api.constraints import grammar_of
 from cflow.server.api.generation import Generation
 from cflow.server.api.logprobs import chat_logprobs, prompt_entries
 from cflow.server.api.parameters import check_stream, refuse_given, sampling_params
 from cflow.server.api.prompts import Prompt, context_of, fit, render_chat
-from cflow.server.api.replies import Reply
+from cflow.server.api.replies import Pieces, Reply, read_replies
 from cflow.server.api.schemas import ChatRequest, render_messages
 from cflow.server.api.tools import Calling, form_of, read_tools
 from cflow.server.api.wire import Chunks, Envelope, encode
@@ -85,9 +85,8 @@ def _choice(
     return encode(choice)
 
 
-def _pieces(service: Service, ask: ChatRequest, delta: Delta, reply: Reply) -> Iterator[bytes]:
+def _pieces(service: Service, ask: ChatRequest, delta: Delta, pieces: Pieces) -> Iterator[bytes]:
     """The pieces of a delta. Log-probabilities and ids go with the first, or alone if there is none."""
-    pieces = reply.add(delta)
     logprobs: dict[str, Any] | None = None
     more: dict[str, Any] = {}
     if delta.tokens and ask.logprobs:
@@ -112,17 +111,16 @@ async def stream(service: Service, ask: ChatRequest, talk: Talk, chunks: Chunks)
     first = {"role": "assistant"}
     ids: dict[str, Any] = {"prompt_token_ids": prompt.ids} if ask.return_token_ids else {}
     yield b"".join(chunks.chunk(_choice(i, first, None), **ids) for i in range(ask.n))
-    async for _, delta in generation.events():
-        if isinstance(delta, Progress):
+    async for event in read_replies(generation, replies):
+        if isinstance(event, Progress):
             if ask.return_progress:
                 progress = generation.progress(0)
                 yield chunks.chunk(_choice(0, {}, None), prompt_progress=progress)
             continue
-        reply = replies[delta.choice]
-        for piece in _pieces(service, ask, delta, reply):
+        reply, delta, pieces = event
+        for piece in _pieces(service, ask, delta, pieces):
             yield chunks.chunk(piece)
-        generation.n_reasoning = sum(reply.n_reasoning for reply in replies)
-        if delta.finish is not None:
+        if reply.is_over:
             yield chunks.chunk(_choice(delta.choice, {}, None, reply), ends=True)
     if chunks.with_usage:
         yield chunks.usage_chunk()
@@ -190,7 +188,7 @@ async def begin(service: Service, request: Request, ask: ChatRequest) -> Talk:
 def new_reply(ask: ChatRequest, card: ModelCard, calling: Calling, thinking: Thinking) -> Reply:
     if not calling.schemas and thinking == "no":
         return Reply()
-    syntax, max_calls = card.dialect.calls, None if calling.is_parallel else 1
+    syntax, max_calls = card.dialect.calls, MAX_CALLS if calling.is_parallel else 1
     reader = ReplyReader(syntax, calling.schemas, thinking, max_calls, must_call=calling.must)
     return Reply(reader, syntax.id_length) if syntax else Reply(reader)
 
@@ -217,6 +215,5 @@ async def create_chat_completion(request: Request) -> Response:
 
 
 async def gather(generation: Generation, replies: list[Reply]) -> None:
-    async for _, delta in generation.deltas():
-        replies[delta.choice].add(delta)
-    generation.n_reasoning = sum(reply.n_reasoning for reply in replies)
+    async for _ in read_replies(generation, replies):
+        pass

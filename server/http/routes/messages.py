@@ -6,7 +6,6 @@ from contextlib import aclosing
 
 from fastapi import APIRouter, Request, Response
 
-from cflow.engine.base.messages import Progress
 from cflow.server.api.generation import Generation
 from cflow.server.api.messages import MessageWriter, error_event, renamed, to_chat
 from cflow.server.api.replies import Reply
@@ -37,13 +36,9 @@ async def stream(write: MessageWriter, generation: Generation, reply: Reply) -> 
     for event in write.begin():
         yield event
     try:
-        async with aclosing(generation.events()) as events:
-            async for _, delta in events:
-                if isinstance(delta, Progress):
-                    continue
-                for piece in reply.add(delta):
-                    for event in write.add(piece):
-                        yield event
+        async with aclosing(write.events(generation, reply)) as events:
+            async for event in events:
+                yield event
     except Exception as error:
         yield error_event(answer_failure(error))
         return
@@ -64,10 +59,8 @@ async def create_message(request: Request) -> Response:
     if chat.stream:
         return service.stream(stream(write, generation, reply), generation, headers)
     async with watching(request.receive, generation.cancel):
-        async for _, delta in generation.deltas():
-            for piece in reply.add(delta):
-                for _ in write.add(piece):
-                    pass
+        async for _ in write.events(generation, reply):
+            pass
     if generation.is_cancelled:
         raise ClientGone
     for _ in write.end(reply):

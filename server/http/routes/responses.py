@@ -13,7 +13,7 @@ from cflow.server.api import responses
 from cflow.server.api.admission import check_ready
 from cflow.server.api.generation import Generation
 from cflow.server.api.logprobs import chat_logprobs
-from cflow.server.api.replies import Reply
+from cflow.server.api.replies import Reply, read_replies
 from cflow.server.api.responses import (
     EventWriter,
     Tools,
@@ -93,7 +93,7 @@ class Telling:
         yield write.event("response.created", response=response.begun())
         yield write.event("response.in_progress", response=response.begun())
         try:
-            async with aclosing(self._pieces(self._generation.events())) as pieces:
+            async with aclosing(self._pieces()) as pieces:
                 async for event in pieces:
                     yield event
         except Exception as error:
@@ -106,7 +106,7 @@ class Telling:
         yield write.event(f"response.{status}", response=self._ended(response))
 
     async def whole(self, response: responses.Response) -> bytes:
-        async for _ in self._pieces(self._generation.deltas()):
+        async for _ in self._pieces():
             pass
         for _ in self._write.end(self.status):
             pass
@@ -116,18 +116,17 @@ class Telling:
     def status(self) -> str:
         return "incomplete" if self._reply.reason == "length" else "completed"
 
-    async def _pieces(
-        self,
-        deltas: AsyncGenerator[tuple[int, Delta | Progress]] | AsyncGenerator[tuple[int, Delta]],
-    ) -> AsyncGenerator[bytes]:
-        async for _, delta in deltas:
-            if isinstance(delta, Progress):
-                continue
-            logprobs = self._logprobs_of(delta)
-            for piece in self._reply.add(delta):
-                for event in self._write.add(piece, logprobs if "content" in piece else []):
-                    yield event
-                self._logprobs, logprobs = [], []
+    async def _pieces(self) -> AsyncGenerator[bytes]:
+        async with aclosing(read_replies(self._generation, [self._reply])) as read:
+            async for event in read:
+                if isinstance(event, Progress):
+                    continue
+                _, delta, pieces = event
+                logprobs = self._logprobs_of(delta)
+                for piece in pieces:
+                    for told in self._write.add(piece, logprobs if "content" in piece else []):
+                        yield told
+                    self._logprobs, logprobs = [], []
 
     def _logprobs_of(self, delta: Delta) -> list[object]:
         if self._asked.chat.logprobs:
@@ -136,7 +135,6 @@ class Telling:
         return self._logprobs
 
     def _ended(self, response: responses.Response) -> dict[str, object]:
-        self._generation.n_reasoning = self._reply.n_reasoning
         ended = response.ended(self._reply, self._write.items, self._generation)
         if ended["store"]:
             items = [*self._asked.items, *self._write.items]

@@ -5,6 +5,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,13 +15,16 @@ from cflow.engine.text.grammar import (
     MAX_CHARS,
     GrammarChecker,
     GrammarError,
+    Vocabulary,
     combine,
     from_json_schema,
     from_lark,
 )
+from harness.fake_engine import ByteTokenizer
 from oracles.real_models import RealModel
 
 pytestmark = pytest.mark.anyio
+VOCABULARY = Vocabulary(ByteTokenizer())  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -95,3 +99,55 @@ def test_combined_grammars_keep_their_parts() -> None:
     main, body = json.loads(text)["grammars"]
     assert main == {"name": "main", "lark_grammar": 'start: "x" @body'}
     assert (body["name"], body["json_schema"]["type"]) == ("body", "null")
+
+
+def accepts(schema: Any, text: str) -> bool:
+    """Whether the grammar of a schema takes the text as a whole answer."""
+    matcher = VOCABULARY.compile(from_json_schema(schema))
+    return all(matcher.consume_token(byte) for byte in text.encode()) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {},
+        True,
+        {"type": "number"},
+        {"type": ["number", "string"]},
+        {"type": "number", "minimum": 0},
+        {"type": "object"},
+        {"type": "array"},
+        {"type": "object", "properties": {"n": {"description": "any"}}},
+        {"anyOf": [{"type": "integer"}, {"type": "number"}]},
+    ],
+)
+def test_f23_numbers_end(schema: Any) -> None:
+    kinds = schema.get("type", "") if isinstance(schema, dict) else ""
+    form = {"object": '{"n": %s}', "array": "[%s]"}.get(str(kinds), "%s")
+    for number in ("0", "1", "12.5", "9007199254740991", "0.123456789"):
+        assert accepts(schema, form % number), number
+    for number in ("1" * 17, "1." + "0" * 99, "1" + "0" * 700, "1e" + "9" * 99):
+        assert not accepts(schema, form % number), number
+
+
+def test_f23_bounds_of_the_schema_stay() -> None:
+    assert not accepts({"type": "integer", "maximum": 7}, "8")
+    assert accepts({"type": "integer", "minimum": 10**17}, "1" + "0" * 17)
+    assert not accepts({"type": "number", "multipleOf": 0.5}, "0.3")
+
+
+def test_f23_any_value_stays_any_value() -> None:
+    text = '{"a": [null, true, "x", -1.5, {"b": []}], "c": {}}'
+    for schema in ({}, {"type": "object"}, {"$defs": {"x": {"type": "integer"}}}):
+        assert accepts(schema, text)
+
+
+def test_f23_blanks_are_few_and_none_is_needed() -> None:
+    for n, is_taken in ((0, True), (20, True), (21, False)):
+        assert accepts({"type": "object"}, "{" + " " * n + '"a":1}') == is_taken
+
+
+def test_f24_parts_of_a_one_of_may_overlap() -> None:
+    parts = [{"type": "object", "properties": {key: {"type": "string"}}} for key in "ab"]
+    assert accepts({"oneOf": parts}, '{"a": "x"}')
+    assert not accepts({"oneOf": parts}, '{"a": 1, "b": 2}')

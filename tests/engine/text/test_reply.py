@@ -19,7 +19,7 @@ from cflow.engine.text.dialect import (
     CallSyntax,
     Thinking,
 )
-from cflow.engine.text.reply import Part, ReplyReader
+from cflow.engine.text.reply import MAX_CALLS, Part, ReplyReader
 
 TOOLS: dict[str, Any] = {"get_weather": {}, "f": {}}
 PARIS = {"city": "Paris", "note": 'a "{" or }'}
@@ -30,7 +30,7 @@ def read(
     pieces: Sequence[str],
     syntax: CallSyntax | None,
     thinking: Thinking = "no",
-    max_calls: int | None = None,
+    max_calls: int = MAX_CALLS,
     tools: Mapping[str, Any] = TOOLS,
     is_cut: bool = False,
     must_call: bool = False,
@@ -130,8 +130,8 @@ CASES: list[tuple[str, CallSyntax | None, Thinking, Read]] = [
     ("[TOOL_CALLS]f or g", MISTRAL_NAMED, "no", ("", "[TOOL_CALLS]f or g", [])),
     ("[TOOL_CALLS]get_weather[CALL_ID]VvvODy9mT[ARGS]" + json.dumps(PARIS), MISTRAL_IDS, "no",
      ("", "", [CALL])),
-    ("I.[TOOL_CALLS]f[CALL_ID]a1[ARGS]{}[TOOL_CALLS]f[ARGS]{}", MISTRAL_IDS, "no",
-     ("", "I.", [("f", "{}"), ("f", "{}")])),
+    ('I.[TOOL_CALLS]f[CALL_ID]a1[ARGS]{}[TOOL_CALLS]f[ARGS]{"a":1}', MISTRAL_IDS, "no",
+     ("", "I.", [("f", "{}"), ("f", '{"a":1}')])),
     ("[TOOL_CALLS]f[CALL_ID]a b[ARGS]{}", MISTRAL_IDS, "no",
      ("", "[TOOL_CALLS]f[CALL_ID]a b[ARGS]{}", [])),
     ("[TOOL_CALLS]f[CALL_ID]a1[AR", MISTRAL_IDS, "no", ("", "[TOOL_CALLS]f[CALL_ID]a1[AR", [])),
@@ -293,3 +293,48 @@ def test_cuts_never_matter_and_nothing_is_lost(
     assert read([text], syntax, thinking) == (reasoning, content, calls)
     if not calls and thinking == "no":
         assert content == text
+
+
+SYNTAXES = {
+    "hermes": (HERMES, hermes("f", {"a": 1}), hermes("f", {"a": 12}), hermes("get_weather", {})),
+    "tagged": (QWEN_CODER, tagged("f", a="1"), tagged("f", a="12"), tagged("get_weather")),
+    "named": (
+        MISTRAL_NAMED,
+        '[TOOL_CALLS]f[ARGS]{"a": 1}',
+        '[TOOL_CALLS]f[ARGS]{"a": 12}',
+        "[TOOL_CALLS]get_weather[ARGS]{}",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SYNTAXES)
+def test_f19_a_repeated_call_ends_the_answer(kind: str) -> None:
+    syntax, call, other, third = SYNTAXES[kind]
+    once = read([call], syntax)[2]
+    for text, expected in (
+        (call + call, once),
+        (call + "\n" + call + "more", once),
+        (call + other + call + call + other, [*once, *read([other], syntax)[2], *once]),
+        (call + third + call, [*once, *read([third], syntax)[2], *once]),
+    ):
+        for pieces in ([text], list(text)):
+            assert read(pieces, syntax)[1:3] == ("", expected)
+
+
+def test_f19_an_answer_has_a_bounded_number_of_calls() -> None:
+    text = "".join(hermes("f", {"n": n}) for n in range(MAX_CALLS + 5))
+    assert len(read([text], HERMES)[2]) == len(read(list(text), HERMES)[2]) == MAX_CALLS
+    assert len(read([text], HERMES, max_calls=1)[2]) == 1
+
+
+@pytest.mark.parametrize("kind", SYNTAXES)
+def test_f18_a_cut_call_is_no_content(kind: str) -> None:
+    syntax, call, *_ = SYNTAXES[kind]
+    for before, n_before in (("", 0), (call.replace("1", "0"), 1), ("Text ", 0)):
+        for at in range(len(call)):
+            reader = ReplyReader(syntax, TOOLS, "no", must_call=not before.startswith("Text"))
+            parts = reader.push(before + call[:at]) + reader.flush(is_cut=True)
+            content = "".join(part.text for part in parts if part.kind == "content")
+            if at >= len(syntax.open):  # a shorter piece of the mark may be text
+                assert content == before.strip() if n_before == 0 else content == ""
+            assert n_before <= sum(part.kind == "call" for part in parts) <= n_before + 1

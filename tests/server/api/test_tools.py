@@ -417,3 +417,43 @@ def test_f16_the_template_for_tools_renders_requests_with_tools(serve: Serve) ->
     assert bytes(engine.calls[-1].prompt) == b"user:hi|assistant:"
     assert live.chat(tools=[WEATHER]).status_code == 200
     assert bytes(engine.calls[-1].prompt) == b"other"
+
+
+def stream_of(live: Live, **fields: Any) -> tuple[str, list[str], str | None]:
+    """Content, names of the calls, and why a stream ended."""
+    content, names, reason = "", [], None
+    for chunk in events(live.chat(stream=True, **fields)):
+        (choice,) = chunk["choices"]
+        content += choice["delta"].get("content") or ""
+        names += [c["function"]["name"] for c in choice["delta"].get("tool_calls", []) if "id" in c]
+        reason = choice["finish_reason"] or reason
+    return content, names, reason
+
+
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "clock"}}]
+)
+@pytest.mark.parametrize("before", ["", CALL_2])
+@pytest.mark.parametrize("cut", [1, 5, 11, 13, 20, 30])
+def test_f18_markup_never_reaches_content(serve: Serve, choice: Any, before: str, cut: int) -> None:
+    engine = FakeEngine(script=say(before + CALL[:cut], reason="length"), dialect=Dialect(HERMES))
+    live = serve(engine)
+    fields = {"tools": [WEATHER, CLOCK], "tool_choice": choice}
+    (whole,) = live.chat(**fields).json()["choices"]
+    content, names, reason = stream_of(live, **fields)
+    is_over = bool(before) and isinstance(choice, dict)  # a named tool is called once
+    assert content == (whole["message"]["content"] or "") == ""
+    assert names == [c["function"]["name"] for c in whole["message"].get("tool_calls", [])]
+    assert reason == whole["finish_reason"] == ("tool_calls" if is_over else "length")
+
+
+def test_f19_a_repeated_call_ends_the_generation(serve: Serve) -> None:
+    engine = FakeEngine(script=say(CALL_2 * 17, reason="length"), dialect=Dialect(HERMES))
+    live = serve(engine)
+    fields = {"tools": [CLOCK], "tool_choice": "required"}
+    body = live.chat(**fields).json()
+    (choice,) = body["choices"]
+    assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["clock"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert body["usage"]["completion_tokens"] <= 2 * len(CALL_2)
+    assert stream_of(live, **fields) == ("", ["clock"], "tool_calls")
