@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from cflow.engine.base.errors import CflowError
-from cflow.server.commands import files, lab, measure, talk
+from cflow.server.commands import batch, files, lab, measure, talk
 from cflow.server.commands.models import KINDS, resolve, resolve_default
 from cflow.server.commands.options import engine_flags, read_settings
 from cflow.server.commands.progress import say
@@ -200,7 +200,7 @@ def _serve(settings: dict[str, Any]) -> None:
 
 
 for command in (
-    files.convert, talk.run, talk.chat, measure.bench, measure.perplexity,
+    files.convert, talk.run, talk.chat, batch.batch, measure.bench, measure.perplexity,
     files.plan, files.inspect, files.synth, measure.doctor,
 ):  # fmt: skip
     app.command()(command)

@@ -19,7 +19,7 @@ HTTP = ("fastapi", "starlette", "uvicorn", "uvloop", "httptools", "prometheus_cl
 REST = ("asyncio", "rich", "huggingface_hub", "httpx", "safetensors")
 ALL = (*LAB, *ENGINE, *TEXT, *HTTP, *REST)
 
-COMMANDS = "serve convert run chat bench perplexity plan inspect synth doctor lab".split()  # noqa: SIM905
+COMMANDS = "serve convert run chat batch bench perplexity plan inspect synth doctor lab".split()  # noqa: SIM905
 HELP = [[], ["--help"], ["--version"], *([name, "--help"] for name in COMMANDS)]
 ERRORS = [
     ["nosuch"],
@@ -38,6 +38,8 @@ ERRORS = [
     ["run", "x"],
     ["run", "x", "-p", "x", "--temperature", "7"],
     ["chat", "/no/such"],
+    ["batch", "/no/such", "x"],
+    ["batch", "/no/such", "x", "--url", "http://127.0.0.1:9"],
     ["bench", "/no/such"],
     ["bench", "x", "--batch", "one"],
     ["perplexity", "/no/such", "text"],
