@@ -179,6 +179,7 @@ SERVER_KEYS: dict[str, Reader] = {
     "moe_top_k": read_count,
     "response_memory": read_size,
     "response_age": read_seconds,
+    "json_calls": read_bool,
     "special_in_messages": read_bool,
     "special_in_prompts": read_bool,
     "cors_origins": read_origins,
@@ -234,6 +235,7 @@ class ServerConfig:
     moe_top_k: int | None = None  # for requests that do not set it; None: the model's number
     response_memory: int = 64 << 20  # bytes of responses kept for previous_response_id; 0: none
     response_age_s: float = 3600.0
+    json_calls: bool = True  # an answer that is a call in JSON, without marks, is a call
     special_in_messages: bool = False  # text of messages may spell special tokens
     special_in_prompts: bool = True
     otlp_traces_endpoint: str | None = None  # None: as OTEL_* variables say, or no traces

@@ -13,6 +13,7 @@ model. Imports: base.
     infill           a prompt to fill the middle of a text
     dialect          how a model writes calls and reasoning; a grammar of whole answers
     tagged_call      the calls that Qwen3-Coder writes: parser and grammar
+    json_calls       calls in JSON that are a whole answer
     reply            an answer's text to reasoning, content and calls
     bounded_schema   JSON schemas whose numbers end
     grammar          grammars, made from a request and compiled

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from cflow.engine.text.dialect import THINK, THOUGHT, CallSyntax, Thinking
+from cflow.engine.text.json_calls import JsonCalls
 from cflow.engine.text.tagged_call import TaggedCall
 
 Kind = Literal["reasoning", "content", "call", "arguments"]
@@ -52,13 +53,18 @@ class ReplyReader:
         max_calls: int = MAX_CALLS,
         *,
         must_call: bool = False,
+        json_calls: bool = False,
     ) -> None:
         """tools: schemas of the arguments, by tool name. max_calls: the answer is over after them.
-        must_call: the answer has no content, as a grammar forces calls."""
+        must_call: the answer has no content, as a grammar forces calls. json_calls: an answer that
+        is calls in JSON as a whole is calls, though the syntax has other marks."""
         self._syntax = syntax if tools else None
         self._tools = tools
         self._max_calls = max_calls
         self._must_call = must_call
+        is_bare = self._syntax is None or self._syntax.is_bare
+        may_be_json = json_calls and not (must_call or is_bare)
+        self._json = JsonCalls(tuple(tools)) if may_be_json else None  # the content so far
         self.n_calls = 0
         self.is_over = False  # the answer ends here, whatever the model goes on with
         self._last: tuple[str, str] | None = None  # name and arguments of the last call
@@ -100,12 +106,44 @@ class ReplyReader:
             parts.append(Part(kind, self._held))
         self._held = ""
         self._release(parts)
-        return self._settled(parts)
+        parts = self._settled(parts)
+        if self._json is not None:
+            self._end_json(parts, self._json)
+        return parts
 
     def _settled(self, parts: list[Part]) -> list[Part]:
         if self._must_call:
             parts = [part for part in parts if part.kind != "content"]
+        if self._json is not None:
+            parts = self._without_json(parts, self._json)
         return _merged(parts)
+
+    def _without_json(self, parts: list[Part], json: JsonCalls) -> list[Part]:
+        """The parts without content that may become calls, or with all of it once it cannot."""
+        out = []
+        for part in parts:
+            if self._json is not None and part.kind != "reasoning":
+                if part.kind == "content" and json.take(part.text):
+                    continue
+                self._json = None
+                if json.text:
+                    out.append(Part("content", json.text))
+                if part.kind == "content":
+                    continue
+            out.append(part)
+        return out
+
+    def _end_json(self, parts: list[Part], json: JsonCalls) -> None:
+        """Turn the whole content into calls, or give it out."""
+        calls = json.calls()
+        for name, arguments in calls:
+            if not self.is_over:
+                self._open_call(parts, name)
+                self._give(parts, "arguments", arguments)
+                self._end_call(parts)
+        if json.text and not calls:
+            parts.append(Part("content", json.text))
+        self._json = None
 
     def _drop_begun(self) -> None:
         """Drop the beginning of a call behind its mark, or more than one character of a mark."""

@@ -131,6 +131,13 @@ def serve(
         bool | None,
         typer.Option("--access-log", help="Log a line for each request. Default: off."),
     ] = None,
+    json_calls: Annotated[
+        bool | None,
+        typer.Option(
+            help="Whether an answer that is nothing but a tool call in JSON, without the marks that the "
+            "chat template asks for, is a call. Default: yes."
+        ),
+    ] = None,
     special_in_messages: Annotated[
         bool | None,
         typer.Option(
@@ -165,6 +172,7 @@ def serve(
         "access_log": access_log, "cors_origins": cors_origins, "tls_cert": tls_cert,
         "tls_key": tls_key, "moe_top_k": moe_top_k,
         "otlp_traces_endpoint": otlp_traces_endpoint,
+        "json_calls": json_calls,
         "special_in_messages": special_in_messages, "special_in_prompts": special_in_prompts,
     }  # fmt: skip
     _serve(read_settings(config, flags | engine))

@@ -51,6 +51,7 @@ def test_every_key_has_an_environment_name() -> None:
         "otlp_traces_endpoint": "https://otel:4318/v1/traces",
         "keep_alive": "100", "root_path": "/llm", "trusted_proxies": "10.0.0.0/8,::1",
         "response_memory": "1M", "response_age": "60", "special_in_messages": "yes", "special_in_prompts": "no",
+        "json_calls": "no",
     }  # fmt: skip
     assert good.keys() == ENGINE_KEYS.keys() | SERVER_KEYS.keys()
     environ = {f"CFLOW_{key.upper()}": value for key, value in good.items()}

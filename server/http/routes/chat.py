@@ -181,15 +181,23 @@ async def begin(service: Service, request: Request, ask: ChatRequest) -> Talk:
     form = await form_of(calling, body, thinking, card)
     sampling = plan_sampling(service, ask, prompt, form)
     generation = await service.generate(request, ask, [prompt], [sampling], ask.n)
-    replies = [new_reply(ask, card, calling, thinking) for _ in range(ask.n)]
+    json_calls = service.config.json_calls and body is None and not begun
+    replies = [new_reply(card, calling, thinking, json_calls) for _ in range(ask.n)]
     return Talk(prompt, sampling, generation, replies)
 
 
-def new_reply(ask: ChatRequest, card: ModelCard, calling: Calling, thinking: Thinking) -> Reply:
+def new_reply(card: ModelCard, calling: Calling, thinking: Thinking, json_calls: bool) -> Reply:
     if not calling.schemas and thinking == "no":
         return Reply()
     syntax, max_calls = card.dialect.calls, MAX_CALLS if calling.is_parallel else 1
-    reader = ReplyReader(syntax, calling.schemas, thinking, max_calls, must_call=calling.must)
+    reader = ReplyReader(
+        syntax,
+        calling.schemas,
+        thinking,
+        max_calls,
+        must_call=calling.must,
+        json_calls=json_calls,
+    )
     return Reply(reader, syntax.id_length) if syntax else Reply(reader)
 
 

@@ -34,8 +34,11 @@ def read(
     tools: Mapping[str, Any] = TOOLS,
     is_cut: bool = False,
     must_call: bool = False,
+    json_calls: bool = False,
 ) -> Read:
-    reader = ReplyReader(syntax, tools, thinking, max_calls, must_call=must_call)
+    reader = ReplyReader(
+        syntax, tools, thinking, max_calls, must_call=must_call, json_calls=json_calls
+    )
     parts = [part for piece in pieces for part in reader.push(piece)]
     parts += reader.flush(is_cut=is_cut)
     texts: dict[str, str] = {"reasoning": "", "content": ""}
@@ -338,3 +341,91 @@ def test_f18_a_cut_call_is_no_content(kind: str) -> None:
             if at >= len(syntax.open):  # a shorter piece of the mark may be text
                 assert content == before.strip() if n_before == 0 else content == ""
             assert n_before <= sum(part.kind == "call" for part in parts) <= n_before + 1
+
+
+F = '{"name": "f", "arguments": {"x": 1}}'
+PRETTY = json.dumps({"name": "get_weather", "arguments": PARIS}, indent=4)
+F_CALL = ("f", '{"x": 1}')
+PRETTY_CALL = ("get_weather", json.dumps(PARIS, indent=4).replace("\n", "\n    "))
+JSON_CALLS: list[tuple[str, Read]] = [
+    (F, ("", "", [F_CALL])),
+    (f"\n  {F}\n\n", ("", "", [F_CALL])),
+    (f"```json\n{PRETTY}\n```", ("", "", [PRETTY_CALL])),
+    (f"```\n{F}```\n", ("", "", [F_CALL])),
+    (f"[{F}, {PRETTY}]", ("", "", [F_CALL, PRETTY_CALL])),
+    (f"```json\n[\n{F}\n]\n```", ("", "", [F_CALL])),
+    ('{"arguments": {"x": 1}, "name": "f"}', ("", "", [F_CALL])),
+    ('{"name": "f", "arguments": {}}', ("", "", [("f", "{}")])),
+    ('{"name":"f","arguments":{"a":"```\\n<tool_call>{}"}}', ("", "", [("f", '{"a":"```\\n<tool_call>{}"}')])),
+    (f"<think>\nHm.\n</think>\n\n{F}", ("Hm.", "", [F_CALL])),
+    # what repeats, and marks of the syntax
+    (f"[{F}, {F}]", ("", "", [F_CALL])),
+    (hermes("f", {"x": 1}), ("", "", [F_CALL])),
+    (f"{F}\n" + hermes("get_weather", {}), ("", F, [("get_weather", "{}")])),
+    # anything else is content, unchanged
+    *((text, ("", text, [])) for text in (
+        "It is cold.", f"I call it: {F}", f"{F}\nDone.", f"{F}\n{F}", f"```json\n{F}\n```\nDone.", f"```python\n{F}\n```",
+        '{"name": "unknown", "arguments": {}}', '{"name": "f"}', '{"name": "f", "arguments": [1]}',
+        '{"name": "f", "arguments": "{}"}', '{"name": "f", "arguments": {}, "id": 1}', '{"name": "f", "arguments": {x}}',
+        '{"name": "f", "parameters": {}}', '{"answer": 42}', "[]", f"[{F}, 1]", F[:-1], f"```json\n{F}", "```", " ", "{",
+        '{"name": "f", "arguments": {"x": ' + "[" * 1200 + "]" * 1200 + "}}",
+    )),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("syntax", [HERMES, QWEN_CODER, MISTRAL])
+@pytest.mark.parametrize(("text", "expected"), JSON_CALLS)
+def test_f17_bare_json_is_a_call(text: str, expected: Read, syntax: CallSyntax) -> None:
+    if "<tool_call>\n" in text and syntax is not HERMES:
+        return
+    thinking: Thinking = "maybe" if text.startswith("<think>") else "no"
+    for pieces in ([text], list(text)):
+        assert read(pieces, syntax, thinking, json_calls=True) == expected
+    for at in range(1, min(len(text), 200)):
+        pieces = [text[:at], text[at:]]
+        assert read(pieces, syntax, thinking, json_calls=True) == expected
+
+
+@pytest.mark.parametrize(("syntax", "is_call"), [(HERMES, False), (LLAMA, True), (None, False)])
+def test_f17_bare_json_stays_what_it_is(syntax: CallSyntax | None, is_call: bool) -> None:
+    """Where it is switched off, is the syntax of the model, or there is no tool."""
+    text = '{"name": "f", "parameters": {"x": 1}}' if is_call else F
+    expected = ("", "", [F_CALL]) if is_call else ("", text, [])
+    assert read(list(text), syntax, json_calls=syntax is not HERMES) == expected
+    assert read(list(text), syntax, json_calls=True, tools={})[1] == text
+
+
+def test_f17_an_answer_is_held_back_only_while_it_may_be_a_call() -> None:
+    for text, at in (
+        ("It is", 0),
+        ("```python", 3),
+        ('{"answer": 1}', 3),
+        ('{"name": "fx"}', 11),
+        ('{"name": "f", "arguments": 1}', 27),
+        (F + "\n\nSo", len(F) + 2),
+    ):
+        reader = ReplyReader(HERMES, TOOLS, "no", json_calls=True)
+        given = ["".join(part.text for part in reader.push(char)) for char in text]
+        assert next(i for i, piece in enumerate(given) if piece) == at
+        assert "".join(given) == text
+
+
+JSON_PIECES = st.sampled_from(
+    ["```json\n", "```", F, "\n", " ", "[", "]", ",", "{", "}", '"', '{"name": "f", ', '"arguments": {}', "x",
+     "<tool_call>", "<think>", "</think>", hermes("f", {})]
+)  # fmt: skip
+
+
+@given(
+    st.lists(JSON_PIECES, max_size=6), st.sampled_from(["no", "maybe"]), st.booleans(), st.data()
+)
+def test_f17_cuts_never_matter_and_nothing_is_lost(
+    pieces: list[str], thinking: Thinking, is_cut: bool, data: st.DataObject
+) -> None:
+    text = "".join(pieces)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=5)))
+    cut = [text[a:b] for a, b in pairwise([0, *cuts, len(text)])]
+    found = read(cut, HERMES, thinking, is_cut=is_cut, json_calls=True)
+    assert read([text], HERMES, thinking, is_cut=is_cut, json_calls=True) == found
+    if not found[2]:
+        assert read([text], HERMES, thinking, is_cut=is_cut) == found

@@ -137,6 +137,7 @@ THOUGHT = "<think>so</think>"
         ("A b", "stop", "c", "stop_sequence"),
         (CALL, "stop", None, "tool_use"),
         ("A " + CALL + CALL_2, "stop", None, "tool_use"),
+        ('{"name": "get_weather", "arguments": {"city": "Rome"}}', "stop", None, "tool_use"),  # F17
         (HEAD, "length", None, "max_tokens"),
         (ARGUMENTS, "length", None, "max_tokens"),
         (CALL + HEAD, "length", None, "max_tokens"),

@@ -438,3 +438,14 @@ def test_f18_a_cut_response_has_no_marks(tell: Tell, end: int) -> None:
     assert [item[2] for item in shown(response) if item[0] == "call"] == (
         ["get_weather"] if end >= 60 else []
     )
+
+
+def test_f17_bare_json_is_a_call(tell: Tell) -> None:
+    text = '```json\n{"name": "get_weather", "arguments": {"city": "Zürich"}}\n```'
+    expected = [
+        ("reasoning", "completed", "Hm."),
+        ("call", "completed", "get_weather", '{"city": "Zürich"}'),
+    ]
+    live = tell(f"<think>Hm.</think>{text}", thinks=True)
+    assert shown(whole(live, tools=TOOLS)) == expected
+    assert shown(stream(live, tools=TOOLS)[-1].response) == expected

@@ -457,3 +457,49 @@ def test_f19_a_repeated_call_ends_the_generation(serve: Serve) -> None:
     assert choice["finish_reason"] == "tool_calls"
     assert body["usage"]["completion_tokens"] <= 2 * len(CALL_2)
     assert stream_of(live, **fields) == ("", ["clock"], "tool_calls")
+
+
+WEATHER_JSON = '{"name": "get_weather", "arguments": {"city": "Zürich"}}'
+JSON_ANSWERS = [WEATHER_JSON, f"```json\n{WEATHER_JSON}\n```", f"[{WEATHER_JSON}]"]
+
+
+@pytest.mark.parametrize("text", JSON_ANSWERS)
+@pytest.mark.parametrize("dialect", [HERMES, QWEN_CODER, MISTRAL])
+def test_f17_bare_json_is_a_call(tell: Any, text: str, dialect: Any) -> None:
+    live = tell(text, dialect=Dialect(dialect))
+    message = {"role": "assistant", "content": None, "refusal": None, "tool_calls": [WEATHER_CALL]}
+    expected = {"message": message, "finish_reason": "tool_calls"}
+    assert without_ids(whole(live, tools=[WEATHER, CLOCK])) == expected
+    assert without_ids(joined(live, tools=[WEATHER, CLOCK])) == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "fields"),
+    [
+        ({"json_calls": False}, {"tools": [WEATHER]}),
+        ({}, {"tools": [CLOCK]}),
+        ({}, {"tools": [WEATHER], "tool_choice": "none"}),
+        ({}, {"tools": [WEATHER], "response_format": {"type": "json_object"}}),
+        ({}, {"tools": [WEATHER], "continue_final_message": True,
+              "messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "As JSON: "}]}),
+    ],
+)  # fmt: skip
+def test_f17_json_is_content_where_it_is_asked_for(
+    serve: Serve, settings: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    engine = FakeEngine(
+        script=say(WEATHER_JSON), dialect=Dialect(HERMES), template=Template(), context=400
+    )
+    live = serve(engine, **settings)
+    message = {"role": "assistant", "content": WEATHER_JSON, "refusal": None}
+    expected = {"message": message, "finish_reason": "stop"}
+    assert without_ids(whole(live, **fields)) == without_ids(joined(live, **fields)) == expected
+
+
+def test_f17_one_call_where_several_are_not_wanted(tell: Any) -> None:
+    live = tell(f'[{WEATHER_JSON}, {{"name": "clock", "arguments": {{}}}}]')
+    fields: dict[str, Any] = {"tools": [WEATHER, CLOCK]}
+    for parallel, n in ((True, 2), (False, 1)):
+        choice = whole(live, parallel_tool_calls=parallel, **fields)
+        assert len(choice["message"]["tool_calls"]) == n
+        assert choice["message"]["content"] is None
