@@ -575,7 +575,8 @@ class Context:
         return [_record(StageTime, times[i]) for i in range(n)]
 
     def value(self, name: str, row: int) -> Floats:
-        """A value of the plan ("L0.q") for a row of the last step; needs keep_values."""
+        """A value of the plan ("L0.q") for a row of the last step; all but "final_norm" need
+        keep_values."""
         width = ffi.new("int32_t *")
         args = (self._handle, name.encode(), row)
         status = lib.cflow_ctx_value(*args, ffi.NULL, 0, width, self._err)

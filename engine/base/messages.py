@@ -14,7 +14,7 @@ from typing import Literal
 import msgspec
 from msgspec.structs import astuple, replace
 
-PROTOCOL = 3
+PROTOCOL = 4
 MAX_FRAME_BYTES = 256 << 20
 
 
@@ -41,6 +41,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     n_experts: int = 0  # 0: the model's own number
     grammar: str | None = None  # what the answer must follow (text/grammar.py), checked
     shown_ids: tuple[int, ...] = ()  # special tokens whose text is part of the answer
+    pooling: Literal["last", "mean"] | None = None  # the answer is the embedding; with max_tokens 0
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -123,6 +124,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: tuple[Logprob | None, ...] | None = None
     # Set with the finish, if some weights are on disk.
     disk: DiskUsage | None = None
+    embedding: bytes | None = None  # with the finish, if one was asked for: f32, little-endian
 
     def __add__(self, then: Delta) -> Delta:
         """This delta followed by another of the same step."""

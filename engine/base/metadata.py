@@ -27,6 +27,7 @@ class Metadata:
     name: str
     bos_id: int | None
     add_bos: bool
+    end_id: int | None  # behind a text to embed
     eos_ids: tuple[int, ...]
     chat_template: str | None
     tool_template: str | None  # for requests with tools; None: chat_template
@@ -42,9 +43,10 @@ def parse_metadata(metadata: Mapping[str, Any], n_tokens: int) -> Metadata:
     for token in eos_ids:
         _check_token("eos_ids", token, n_tokens)
     _check_generation(_get(metadata, "generation", dict, {}))
-    bos_id = metadata.get("bos_id")
-    if bos_id is not None:
-        _check_token("bos_id", bos_id, n_tokens)
+    bos_id, end_id = metadata.get("bos_id"), metadata.get("end_id")
+    for name, token in (("bos_id", bos_id), ("end_id", end_id)):
+        if token is not None:
+            _check_token(name, token, n_tokens)
     pooling = metadata.get("pooling")
     if pooling is not None and pooling not in POOLINGS:
         raise _wrong("pooling", pooling, f"one of {', '.join(POOLINGS)}, or null")
@@ -52,6 +54,7 @@ def parse_metadata(metadata: Mapping[str, Any], n_tokens: int) -> Metadata:
         name=_get(metadata, "name", str, "unnamed"),
         bos_id=bos_id,
         add_bos=_get(metadata, "add_bos", bool, False) and bos_id is not None,
+        end_id=end_id,
         eos_ids=tuple(eos_ids),
         chat_template=_get(metadata, "chat_template", str, None),
         tool_template=_get(metadata, "tool_template", str, None),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, cast
 
 import msgspec
 
@@ -43,6 +43,9 @@ class ModelCard:
     n_experts: int
     top_k: int
     bytes_per_token: int  # weights read for one token
+    pooling: Literal["last", "mean"] | None = None  # None: the model is not for embeddings
+    normalise: bool = False  # embeddings have length 1
+    end_id: int | None = None  # behind a text to embed
     tool_card: ModelCard | None = None  # see for_tools
 
     @property
@@ -86,6 +89,9 @@ def read_card(config: EngineConfig) -> ModelCard:
         n_experts=header.n_experts,
         top_k=header.top_k,
         bytes_per_token=header.bytes_per_token,
+        pooling=cast('Literal["last", "mean"] | None', known.pooling),
+        normalise=known.normalise,
+        end_id=known.end_id,
     )
     if (source := known.tool_template) is None:
         return card

@@ -84,7 +84,7 @@ class Answer(Protocol):
 
 
 class Engine(Protocol):
-    """A model that generates. Use from one event loop."""
+    """A model that generates or embeds. Use from one event loop."""
 
     @property
     def card(self) -> ModelCard: ...
@@ -103,6 +103,10 @@ class Engine(Protocol):
         "key_queue_full", "too_many_answers" (more than can ever run and wait together) or
         "invalid_request".
         """
+
+    async def embed(self, request: GenerateRequest) -> Sequence[Answer]:
+        """As submit(), for a model for embeddings: the only Delta of each answer has the pooled state
+        of its prompt, not normalised. Of the sampling parameters only n_experts counts."""
 
     async def wait_ready(self) -> Ready:
         """Wait until the model is loaded. Raises EngineError if the first attempt fails or the

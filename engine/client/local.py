@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from cflow.engine.base.config import EngineConfig
 from cflow.engine.base.errors import EngineError
@@ -140,15 +140,28 @@ class LocalEngine:
     # ---- requests ----
 
     async def submit(self, request: GenerateRequest) -> list[LocalAnswer]:
+        if self.card.pooling is not None:
+            message = f"{self.card.name} is a model for embeddings; it does not generate text"
+            raise EngineError("invalid_request", message)
+        return self._submit(request)
+
+    async def embed(self, request: GenerateRequest) -> list[LocalAnswer]:
+        if self.card.pooling is None:
+            message = f"{self.card.name} is not a model for embeddings"
+            raise EngineError("invalid_request", message)
+        sampling = [
+            SamplingParams(max_tokens=0, pooling=self.card.pooling, n_experts=params.n_experts)
+            for params in request.sampling
+        ]
+        return self._submit(replace(request, sampling=sampling))
+
+    def _submit(self, request: GenerateRequest) -> list[LocalAnswer]:
         self._check_room(request)
         worker = self._worker
         if self.state != "ready" or worker is None:
             raise refusal(self.state)
         if request.n_choices < 1:
             message = f"n_choices is {request.n_choices}; it must be at least 1"
-            raise EngineError("invalid_request", message)
-        if self.card.metadata.get("pooling") is not None:
-            message = f"{self.card.name} is a model for embeddings; it does not generate text"
             raise EngineError("invalid_request", message)
         for prompt, sampling in zip(request.prompts, request.sampling, strict=True):
             self._check_prompt(prompt, sampling)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from cflow.engine.base.native_types import Choice, Pick, Row, StepResult
-from cflow.engine.native import const
+from cflow.engine.native import Floats, const
 from cflow.engine.worker.batch import Batch, Chunk, Draw
 
 _LOGITS, _SCORE = const.CFLOW_ROW_LOGITS, const.CFLOW_ROW_SCORE
@@ -19,6 +19,7 @@ class Context(Protocol):
     def clear_block(self, block: int) -> None: ...
     def step(self, rows: list[Row]) -> StepResult: ...
     def row_error(self, row: int) -> str: ...
+    def value(self, name: str, row: int) -> Floats: ...
     def sample(self, picks: list[Pick]) -> list[Choice]: ...
     def cancel(self) -> None: ...
     @property
@@ -46,6 +47,10 @@ class Runner:
     def row_error(self, row: int) -> str:
         """Details of a failed row of the last step, or ""."""
         return self._context.row_error(row)
+
+    def state(self, row: int) -> Floats:
+        """The state of a row of the last step after the last norm, (d_model,)."""
+        return self._context.value("final_norm", row)
 
     def copy(self, blocks: list[tuple[int, int]]) -> None:
         for source, target in blocks:

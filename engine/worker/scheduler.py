@@ -240,7 +240,7 @@ class Scheduler:
         preempted."""
         n_tokens = len(sequence.tokens)
         found: list[int] = []
-        if not sequence.is_scoring:
+        if not sequence.needs_all_rows:
             # The last token is always computed, because its logits are needed.
             found = self.pool.find(sequence.block_keys((n_tokens - 1) // BLOCK))
         n_fresh = n_blocks_for(n_tokens) - len(found)

@@ -56,6 +56,7 @@ class Sequence:
     __slots__ = (
         "_has_penalty",
         "_keys",
+        "_pooled",
         "blocks",
         "choice",
         "disk",
@@ -96,6 +97,27 @@ class Sequence:
         self.pick = _pick(request.submit.sampling, choice, self.n_prompt, eos_ids)
         self._has_penalty = has_penalty(request.submit.sampling)
         self._keys: list[bytes] = []
+        self._pooled: NDArray[np.float64] | None = None
+
+    @property
+    def needs_all_rows(self) -> bool:
+        """No prompt token may be skipped: each is scored, or is part of a mean."""
+        return self.is_scoring or self.request.submit.sampling.pooling == "mean"
+
+    def pool(self, position: int, state: NDArray[np.float32]) -> None:
+        """Add the state of a position, in their order, so that a mean has the same bits however its
+        rows are divided into steps. Position 0 begins anew, also after a preemption."""
+        if self._pooled is None or not position or self.request.submit.sampling.pooling == "last":
+            self._pooled = state.astype(np.float64)
+        else:
+            self._pooled += state
+
+    def embedding(self) -> bytes | None:
+        """The pooled state, f32; None if none was asked for."""
+        if self._pooled is None:
+            return None
+        is_mean = self.request.submit.sampling.pooling == "mean"
+        return (self._pooled / (self.n_prompt if is_mean else 1)).astype("<f4").tobytes()
 
     @property
     def n_pending(self) -> int:

@@ -14,6 +14,7 @@ import time
 from heapq import heappop, heappush
 
 import msgspec
+import numpy as np
 
 from cflow.engine.base.config import EngineConfig
 from cflow.engine.base.errors import EngineError
@@ -252,12 +253,13 @@ class Worker:
     def _run(self, batch: Batch) -> None:
         started = time.perf_counter()
         result = self._runner.step(batch)
+        self._pool(batch)
         advance = self._scheduler.advance(batch, result)
         self._runner.copy(advance.copies)
         for request, row in advance.failed:
             self._fail_row(request, result.status[row], self._runner.row_error(row))
         deltas = self._sample(advance)
-        deltas += map(self._end_scoring, advance.done)
+        deltas += [delta for s in advance.done if (delta := self._end_scoring(s))]
         n_prefill = batch.n_rows - batch.n_decodes
         progress = _progress(batch) if n_prefill else ()
         if deltas or progress:
@@ -265,6 +267,17 @@ class Worker:
         seconds = time.perf_counter() - started
         self._pace.observe(batch.n_decodes, n_prefill, seconds)
         self._stats.count_step(seconds, sum(len(delta.tokens) for delta in deltas))
+
+    def _pool(self, batch: Batch) -> None:
+        """Add the states of rows to the embeddings that they are part of."""
+        for chunk in batch.chunks:
+            pooling = chunk.sequence.request.submit.sampling.pooling
+            last = chunk.first + chunk.n - 1
+            if pooling == "mean":
+                for i in range(chunk.n):
+                    chunk.sequence.pool(chunk.first + i, self._runner.state(chunk.row + i))
+            elif pooling == "last" and last == chunk.sequence.n_prompt - 1:
+                chunk.sequence.pool(last, self._runner.state(chunk.row + chunk.n - 1))
 
     def _announce(self, batch: Batch) -> None:
         """Report the requests that left the queue, before their first step."""
@@ -343,8 +356,12 @@ class Worker:
             sequence.disk if finish is not None else None,
         )
 
-    def _end_scoring(self, sequence: Sequence) -> Delta:
+    def _end_scoring(self, sequence: Sequence) -> Delta | None:
         """End a request for zero tokens after its prompt."""
+        embedding = sequence.embedding()
+        if embedding is not None and not np.isfinite(np.frombuffer(embedding, "<f4")).all():
+            self._fail(sequence.request, *STATUS_TEXT[const.Status.ENUMERIC])
+            return None
         self._scheduler.finish(sequence)
         request, is_first = sequence.request, sequence.choice == 0
         return Delta(
@@ -354,6 +371,7 @@ class Worker:
             n_cached=request.n_cached if is_first else None,
             prompt_logprobs=_prompt_logprobs(request) if is_first else None,
             disk=sequence.disk,
+            embedding=embedding,
         )
 
 

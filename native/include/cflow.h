@@ -545,7 +545,7 @@ void cflow_ctx_stage_times(const cflow_ctx *ctx, cflow_stage_time *out);
 
 /* Copies row `row` of value `name` ("L0.q") of the last step to out, which has room for n floats;
  * *n_out: floats of that row. "L0.routed" has the ids of the chosen experts, "L0.routed_weights"
- * their weights. EINVAL without keep_values. */
+ * their weights. EINVAL without keep_values, except for "final_norm", which the head reads. */
 cflow_status cflow_ctx_value(const cflow_ctx *ctx, const char *name, int32_t row, float *out,
                              int32_t n, int32_t *n_out, cflow_error *err);
 

@@ -45,7 +45,8 @@ void cflow_ctx_row_error(const cflow_ctx *ctx, int32_t row, cflow_error *out) {
 cflow_status cflow_ctx_value(const cflow_ctx *ctx, const char *name, int32_t row, float *out,
                              int32_t n, int32_t *n_out, cflow_error *err) {
     const plan *p = ctx->plan;
-    if (!ctx->options.keep_values)
+    /* Only the head reads the last norm, so nothing overwrites it before the next step. */
+    if (!ctx->options.keep_values && strcmp(name, p->values[p->final_norm].name))
         return fail(err, CFLOW_EINVAL, "the context does not keep values");
     if (row < 0 || (uint32_t)row >= ctx->step.n_rows)
         return fail(err, CFLOW_EINVAL, "row %d of a step of %u", row, ctx->step.n_rows);

@@ -64,11 +64,13 @@ def _rejection(error: EngineError, engine: Engine, metrics: Metrics) -> RequestE
     return RequestError(str(error), code=error.code, status=status, headers=headers)
 
 
-async def submit(engine: Engine, metrics: Metrics, request: GenerateRequest) -> Sequence[Answer]:
+async def submit(
+    engine: Engine, metrics: Metrics, request: GenerateRequest, is_embedding: bool = False
+) -> Sequence[Answer]:
     """One answer a prompt, all or none. Raises RequestError."""
     if not engine.status.queue_depth:
         metrics.finished.restart()  # idle time says nothing about how fast the queue drains
     try:
-        return await engine.submit(request)
+        return await (engine.embed(request) if is_embedding else engine.submit(request))
     except EngineError as error:
         raise _rejection(error, engine, metrics) from None

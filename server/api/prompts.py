@@ -132,9 +132,9 @@ def _split(prompt: Any) -> list[str | list[int]]:
     raise RequestError(message, param="prompt")
 
 
-def _check_count(n_prompts: int, n_choices: int) -> None:
-    if n_prompts > MAX_PROMPTS:
-        message = f"prompt: {n_prompts} prompts in one request; at most {MAX_PROMPTS} are allowed."
+def _check_count(n_prompts: int, n_choices: int, most: int = MAX_PROMPTS) -> None:
+    if n_prompts > most:
+        message = f"prompt: {n_prompts} prompts in one request; at most {most} are allowed."
         raise RequestError(message, param="prompt")
     if n_prompts * n_choices > MAX_ANSWERS:
         message = (
@@ -145,12 +145,18 @@ def _check_count(n_prompts: int, n_choices: int) -> None:
 
 
 async def encode_prompts(
-    tokenizer: Tokenizer, prompt: Any, *, n_choices: int, context: int, parse_special: bool = True
+    tokenizer: Tokenizer,
+    prompt: Any,
+    *,
+    n_choices: int,
+    context: int,
+    parse_special: bool = True,
+    most: int = MAX_PROMPTS,
 ) -> list[Prompt]:
     """The prompts of a request. n_choices: choices a prompt. parse_special: text may spell special
     tokens. Raises RequestError."""
     parts = _split(prompt)
-    _check_count(len(parts), n_choices)
+    _check_count(len(parts), n_choices, most)
     for part in parts:
         if isinstance(part, str):
             _check_size(tokenizer, part, context, "prompt")

@@ -363,6 +363,25 @@ class CountRequest(MessagesRequest):
     max_tokens: Annotated[int, Field(ge=1, le=2**63)] = 1
 
 
+class EmbeddingsRequest(Body):
+    """POST /v1/embeddings. input: a string, token ids, or a list of either."""
+
+    model: str | None = None
+    input: Any
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Annotated[int, Field(ge=1, le=MAX_INT)] | None = Field(
+        default=None, description="the first so many, normalised again"
+    )
+    parse_special: bool | None = Field(default=None, description=PARSE_SPECIAL)
+    priority: Annotated[int, Field(ge=-MAX_INT, le=MAX_INT)] = Field(
+        default=0, description="smaller goes first; with API keys at least 0"
+    )
+    timeout_s: Annotated[float, Field(gt=0, le=86400)] | None = None
+
+    # Clients send it; it has no effect here.
+    user: Any = None
+
+
 class TokenizeRequest(Body):
     """POST /tokenize: content -> tokens; prompt or messages -> tokens, count, max_model_len."""
 

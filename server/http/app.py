@@ -21,6 +21,7 @@ from cflow.server.http.openapi import describe
 from cflow.server.http.routes import (
     chat,
     completions,
+    embeddings,
     health,
     messages,
     models,
@@ -41,6 +42,7 @@ ROUTERS = (
     chat.router,
     responses.router,
     messages.router,
+    embeddings.router,
     models.router,
     tokens.router,
     health.router,

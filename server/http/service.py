@@ -17,6 +17,7 @@ from cflow.server.api.schemas import (
     REF,
     AnyBody,
     Body,
+    EmbeddingsRequest,
     Sampling,
     TokenizeRequest,
     ignored_header,
@@ -52,9 +53,9 @@ class Service:
         body = decode_object(await read_body(request, self.config.max_body_bytes))
         ask = parse(kind, body)
         check_model(self.engine, getattr(ask, "model", None))
+        if isinstance(ask, Sampling | EmbeddingsRequest) and self.keys is not None:
+            check_priority(ask.priority)
         if isinstance(ask, Sampling):
-            if self.keys is not None:
-                check_priority(ask.priority)
             ask = self.with_defaults(ask)
         return ask, ignored_header(kind, body, self._without_effect(ask))
 
@@ -71,7 +72,7 @@ class Service:
             return []
         return ["reasoning_effort" if "reasoning_effort" in type(ask).model_fields else "reasoning"]
 
-    def may_spell_special(self, ask: Sampling | TokenizeRequest) -> bool:
+    def may_spell_special(self, ask: Sampling | TokenizeRequest | EmbeddingsRequest) -> bool:
         """Whether text of the request's prompt or messages may spell special tokens."""
         if ask.parse_special is not None:
             return ask.parse_special
@@ -81,10 +82,12 @@ class Service:
     async def generate(
         self,
         request: Request,
-        ask: Sampling,
+        ask: Sampling | EmbeddingsRequest,
         prompts: list[Prompt],
         sampling: list[SamplingParams],
         n_choices: int,
+        *,
+        is_embedding: bool = False,
     ) -> Generation:
         """Submit the prompts, all or none. sampling: one a prompt. Raises RequestError."""
         work = GenerateRequest(
@@ -96,7 +99,7 @@ class Service:
             priority=ask.priority,
             timeout_s=ask.timeout_s,
         )
-        answers = await submit(self.engine, self.metrics, work)
+        answers = await submit(self.engine, self.metrics, work, is_embedding)
         records = [
             AnswerRecord(
                 self.metrics, len(prompt.ids), n_choices, how.max_tokens, self._follow(request, how)

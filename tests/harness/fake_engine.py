@@ -7,6 +7,7 @@ prompt's bytes in upper case, one token a delta, then the end token.
 from __future__ import annotations
 
 import asyncio
+import struct
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -225,6 +226,11 @@ READY = Ready(
 )  # fmt: skip
 
 
+async def _embedded(call: Call) -> AsyncIterator[Delta | Progress]:
+    vector = struct.pack("<3f", len(call.prompt), call.prompt[0], call.prompt[-1])
+    yield Delta(0, 0, finish=Finish("length"), n_cached=0, embedding=vector)
+
+
 @dataclass
 class FakeEngine:
     script: Script = shout
@@ -290,6 +296,15 @@ class FakeEngine:
         self.calls += calls
         answers = [FakeAnswer(self.script(call)) for call in calls]
         self.answers += answers
+        return answers
+
+    async def embed(self, request: GenerateRequest) -> list[FakeAnswer]:
+        """The embedding of a prompt is its length, its first and its last token."""
+        if self.card.pooling is None:
+            raise EngineError("invalid_request", "fake/model is not a model for embeddings")
+        answers = await self.submit(request)
+        for answer, call in zip(answers, self.calls[-len(answers) :], strict=True):
+            answer._script = _embedded(call)
         return answers
 
     async def wait_ready(self) -> Ready:

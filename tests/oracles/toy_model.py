@@ -21,6 +21,7 @@ from cflow.engine.base.native_types import (
     StepResult,
     TokenBytes,
 )
+from cflow.engine.native import Floats
 from cflow.engine.text.grammar import Vocabulary
 
 EOS = 256
@@ -112,6 +113,9 @@ class ToyContext:
 
     def cancel(self) -> None:
         self._cancelled.set()
+
+    def value(self, name: str, row: int) -> Floats:
+        raise NotImplementedError
 
     def step(self, rows: Sequence[Row]) -> StepResult:
         tokens = {row.token for row in rows}

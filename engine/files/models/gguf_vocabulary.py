@@ -102,6 +102,7 @@ def _bpe(keys: Fields, metadata: Mapping[str, Any], named: str | None) -> Vocabu
         tokens=_table(texts, kinds),
         bos_id=_token(keys, "tokenizer.ggml.bos_token_id", len(texts)),
         add_bos=keys.flag("tokenizer.ggml.add_bos_token", pre.add_bos),
+        end_id=_end_id(keys, len(texts)),
         eos_ids=_ends(keys, texts, kinds),
         pad_id=_token(keys, "tokenizer.ggml.padding_token_id", len(texts)),
         chat_template=keys.text("tokenizer.chat_template", "") or None,
@@ -166,6 +167,11 @@ def _table(texts: list[str], kinds: Any) -> list[tuple[bytes, int]]:
 
 def _token(keys: Fields, key: str, n_tokens: int) -> int | None:
     return keys.count(key, high=n_tokens - 1) if key in keys else None
+
+
+def _end_id(keys: Fields, n_tokens: int) -> int | None:
+    adds = keys.flag("tokenizer.ggml.add_eos_token", False)
+    return _token(keys, "tokenizer.ggml.eos_token_id", n_tokens) if adds else None
 
 
 def _ends(keys: Fields, texts: list[str], kinds: Any) -> list[int]:

@@ -47,6 +47,7 @@ def vocabulary(folder: SafetensorsFolder, vocab_size: int) -> Vocabulary:
         tokens=base.tokens,
         bos_id=bos_id,
         add_bos=_adds_bos(tokenizer, settings, bos_id),
+        end_id=_end_id(tokenizer),
         eos_ids=list(dict.fromkeys(ends)),
         pad_id=_token_id(tokenizer, settings, "pad_token"),
         chat_template=_chat_template(folder, settings, "default"),
@@ -120,6 +121,14 @@ def _adds_bos(tokenizer: Tokenizer | None, settings: Fields, bos_id: int | None)
         return False
     ids = tokenizer.encode("a").ids
     return ids[:1] == [bos_id] or settings.flag("add_bos_token", False)
+
+
+def _end_id(tokenizer: Tokenizer | None) -> int | None:
+    """The token that the tokenizer's post-processor puts behind a text."""
+    if tokenizer is None:
+        return None
+    ids, plain = (tokenizer.encode("a", add_special_tokens=added).ids for added in (True, False))
+    return ids[-1] if len(ids) > len(plain) and ids[-1:] != plain[-1:] else None
 
 
 # Where newer folders have their templates, by name: file and folder.

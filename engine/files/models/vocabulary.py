@@ -25,6 +25,7 @@ class Vocabulary:
     tokens: list[tuple[bytes, int]]
     bos_id: int | None = None
     add_bos: bool = False
+    end_id: int | None = None  # what the tokenizer puts behind a text to embed
     eos_ids: list[int] = field(default_factory=list)
     pad_id: int | None = None
     chat_template: str | None = None
@@ -45,6 +46,7 @@ class Vocabulary:
             "tool_template": self.tool_template,
             "bos_id": self.bos_id,
             "add_bos": self.add_bos,
+            "end_id": self.end_id,
             "eos_ids": self.eos_ids,
             "pad_id": self.pad_id,
             "generation": self.generation,
@@ -55,15 +57,16 @@ class Vocabulary:
         in the embedding."""
         n_tokens = len(self.tokens)
         check_rows(n_tokens, vocab_size, origin)
-        bos, pad = (
+        bos, pad, end = (
             None if token is None or token >= n_tokens else token
-            for token in (self.bos_id, self.pad_id)
+            for token in (self.bos_id, self.pad_id, self.end_id)
         )
         return replace(
             self,
             bos_id=bos,
             add_bos=self.add_bos and bos is not None,
             pad_id=pad,
+            end_id=end,
             eos_ids=[token for token in self.eos_ids if token < n_tokens],
         )
 
