@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import socket
 import struct
 from collections import Counter
@@ -32,18 +33,13 @@ TEMPLATE = (
     "{% if tools %}{{ tools | tojson }} calls go in <tool_call></tool_call>{% endif %}"
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
 )
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "parameters": {
-            "type": "object",
-            "properties": {"a": {"type": "integer"}},
-            "required": ["a"],
-            "additionalProperties": False,
-        },
-    },
+PARAMETERS = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}},
+    "required": ["a"],
+    "additionalProperties": False,
 }
+TOOL = {"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}
 
 
 class Visit(NamedTuple):
@@ -104,21 +100,45 @@ def tools(choose: Random) -> dict[str, Any]:
     return chat(choose) | {"tools": [TOOL], "tool_choice": choice, "max_tokens": 40}
 
 
+def response(choose: Random) -> dict[str, Any]:
+    body = {"input": text(choose, choose.randrange(1, 200)), "max_output_tokens": 16}
+    return body | {"store": choose.random() < 0.5}
+
+
+def message(choose: Random) -> dict[str, Any]:
+    turns = [{"role": "user", "content": text(choose, choose.randrange(1, 200))}]
+    tool = {"name": "add", "input_schema": PARAMETERS}
+    return {"messages": turns, "max_tokens": 16, "system": "s", "tools": [tool]}
+
+
 def wrong(choose: Random) -> dict[str, Any]:
     faults: list[dict[str, Any]] = [{"max_tokens": -1}, {"model": "nope"}, {"prompt": "x" * 9000}]
     return {"prompt": "x"} | choose.choice(faults)
 
 
 KINDS = {
-    completion: 5, batch: 2, long: 3, timed: 2, formed: 2, chat: 3, tools: 2, wrong: 1,
+    completion: 5, batch: 2, long: 3, timed: 2, formed: 2, chat: 3, tools: 2, response: 2, message: 2,
+    wrong: 1,
 }  # fmt: skip
+
+
+PATHS = {
+    chat: "/v1/chat/completions",
+    tools: "/v1/chat/completions",
+    response: "/v1/responses",
+    message: "/v1/messages",
+}
+# What the last event of a stream has, by API.
+ENDS = re.compile(
+    rb"data: \[DONE\]|event: (response\.(completed|incomplete|failed)|message_stop|error)\n"
+)
 
 
 def visit(choose: Random) -> Visit:
     (kind,) = choose.choices(list(KINDS), list(KINDS.values()))
     body = {"temperature": choose.choice([0, 1.0])} | kind(choose)
     body["stream"] = choose.random() < 0.5 and "best_of" not in body
-    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    path = PATHS.get(kind, "/v1/completions")
     data = json.dumps(body).encode()
     head = (
         f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -167,9 +187,10 @@ def checked(answer: bytes) -> str:
     head, _, body = answer.partition(b"\r\n\r\n")
     status = head.split(b" ", 2)[1].decode()
     if b"text/event-stream" in head:
-        assert body.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"), answer
+        assert body.endswith(b"\n\n\r\n0\r\n\r\n"), answer
+        assert ENDS.search(body), answer
     else:
-        assert json.loads(body).keys() & {"choices", "error"}, answer
+        assert json.loads(body).keys() & {"choices", "output", "content", "error"}, answer
     return status
 
 
