@@ -15,7 +15,6 @@ model. Imports: base.
     tagged_call      the calls that Qwen3-Coder writes: parser and grammar
     json_calls       calls in JSON that are a whole answer
     reply            an answer's text to reasoning, content and calls
-    bounded_schema   JSON schemas whose numbers end
     grammar          grammars, made from a request and compiled
     grammar_checker  the jail in which grammars are tried
     jail             processes with limits on time and memory

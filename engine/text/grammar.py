@@ -18,7 +18,6 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import any_to_lark
 
 from cflow.engine.base.model_header import ModelHeader, encode_header
-from cflow.engine.text.bounded_schema import bounded
 from cflow.engine.text.jail import Jail
 from cflow.engine.text.tokenizer import Tokenizer
 
@@ -27,6 +26,14 @@ MAX_MESSAGE = 300  # characters of an error of llguidance that are passed on
 TIME_S = 2.0  # to compile one; usual ones take milliseconds
 _SPACE = r"[ \n\r\t]{1,20}"
 _KNOWN = 128  # grammars whose result is cached
+# The words of JSON in any order. Twenty digits hold every 64-bit number.
+_WORDS = r"""
+start: (NUMBER? word)* NUMBER?
+word: STRING | MARK
+STRING: /"([^"\\]|\\.)*"/
+NUMBER: /-?[0-9]{1,20}(\.[0-9]{1,20})?([eE][+\-]?[0-9]{1,3})?/
+MARK: /[{}\[\]:, \t\r\n]|true|false|null/
+"""
 
 # At most half of llguidance's defaults, so that the mask of one token takes milliseconds.
 _LIMITS = LLParserLimits(
@@ -51,11 +58,25 @@ class GrammarError(Exception):
 
 
 def from_json_schema(schema: dict[str, Any] | bool) -> str:
-    """Answers that are JSON and match the schema. White space between parts and numbers are bounded:
-    small models may not stop writing them. An answer may match several parts of a oneOf."""
+    """Answers that are JSON and match the schema. White space between parts is bounded: small models
+    may not stop writing it. An answer may match several parts of a oneOf."""
     rules = schema if isinstance(schema, dict) else {} if schema else {"not": {}}
     options = {"whitespace_pattern": _SPACE, "coerce_one_of": True}
-    return _one("json_schema", {"x-guidance": options} | bounded(rules))
+    if isinstance(own := rules.get("x-guidance"), dict):
+        options |= own
+    return _one("json_schema", rules | {"x-guidance": options})
+
+
+def with_short_numbers(grammar: str) -> str | None:
+    """A grammar in which numbers end, and any JSON stands for what matches a schema; None if there is
+    no schema. Together with the grammar itself, it bounds numbers: small models may not stop writing
+    digits, and llguidance cannot bound them in schemas without changing what these mean."""
+    whole = json.loads(grammar)
+    with_schema = [part for part in whole["grammars"] if part.get("json_schema") is not None]
+    for part in with_schema:
+        del part["json_schema"]
+        part["lark_grammar"] = _WORDS
+    return json.dumps(whole, ensure_ascii=False) if with_schema else None
 
 
 def from_lark(lark: str) -> str:
@@ -101,12 +122,17 @@ def combine(lark: str, parts: dict[str, str]) -> str:
 
 class Vocabulary:
     """A model's tokens in llguidance's form. Making one takes most of a second for 150,000 tokens, and
-    holds the GIL."""
+    holds the GIL. may_be_number: tokens behind which a number in JSON may go on."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.n_tokens = tokenizer.n_tokens
-        tokens, ends = TokenizerWrapper(_Tokens(tokenizer)), list(tokenizer.eos_ids)
-        self._tokens = LLTokenizer(tokens, n_vocab=tokenizer.n_tokens, eos_token=ends)
+        known, ends = _Tokens(tokenizer), list(tokenizer.eos_ids)
+        self.may_be_number = {
+            id for id, raw in enumerate(known.tokens) if raw and raw[-1] in b"0123456789.eE+-"
+        }
+        self._tokens = LLTokenizer(
+            TokenizerWrapper(known), n_vocab=tokenizer.n_tokens, eos_token=ends
+        )
 
     @classmethod
     def of(cls, header: ModelHeader) -> Vocabulary | None:
