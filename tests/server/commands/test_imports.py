@@ -105,14 +105,14 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 
 
 @pytest.mark.parametrize("command", [" ".join(case) for case in HELP])
-def test_help_imports_nothing_heavy(command: str, found: Found) -> None:
+def test_f04_help_imports_nothing_heavy(command: str, found: Found) -> None:
     assert found[command] == (0 if command else 2, [])
 
 
 @pytest.mark.parametrize(
     "command", [" ".join(case) for case in ERRORS], ids=lambda command: command[:60]
 )
-def test_an_error_exit_imports_nothing_heavy(command: str, found: Found) -> None:
+def test_f04_an_error_exit_imports_nothing_heavy(command: str, found: Found) -> None:
     code, heavy = found[command]
     assert code in (1, 2)
     assert heavy == []

@@ -86,7 +86,9 @@ def test_a_command_takes_a_reference(
 
 
 @pytest.mark.parametrize("kind", ["catalogue", ".gguf", "folder", "hf:"])
-def test_convert_takes_a_reference(kind: str, references: dict[str, str], tmp_path: Path) -> None:
+def test_f02_convert_takes_a_reference(
+    kind: str, references: dict[str, str], tmp_path: Path
+) -> None:
     out = tmp_path / "out.cflow"
     result = runner.invoke(app, ["convert", references[kind], str(out), "--quant", "q8_0"])
     assert result.exit_code == 0, result.output

@@ -116,7 +116,7 @@ def test_all_prompts_are_one_request_of_the_engine(live: Live) -> None:
     assert (list(request.prompts), request.n_choices) == ([(97,), (98,), (99,)], 2)
 
 
-def test_models(live: Live) -> None:
+def test_f28_models_say_the_served_and_the_trained_context(live: Live) -> None:
     body = live.client.get("/v1/models").json()
     assert body["object"] == "list"
     model = body["data"][0]
