@@ -29,9 +29,10 @@ ROLES = {"system", "developer", "user", "assistant", "tool"}
 
 
 class Job(msgspec.Struct, frozen=True, array_like=True):
-    """special_tokens: variables that are the template's own text, such as bos_token."""
+    """variables: a JSON object, since msgpack has no integers beyond 64 bits. special_tokens: variables
+    that are the template's own text, such as bos_token."""
 
-    variables: dict[str, Any]
+    variables: bytes
     special_tokens: dict[str, str] = {}
 
 
@@ -119,7 +120,7 @@ class Renderer:
 
 
 def _marked(job: Job) -> dict[str, Any]:
-    variables: dict[str, Any] = _foreign(job.variables)
+    variables: dict[str, Any] = _foreign(json.loads(job.variables))
     for message in variables["messages"]:
         if message.get("role") in ROLES:
             message["role"] = own(message["role"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -71,10 +72,10 @@ class ChatTemplate:
 
     def _run(self, variables: dict[str, Any]) -> Result:
         try:
-            job = msgspec.msgpack.encode(Job(variables, self._special_tokens))
+            given = json.dumps(variables, ensure_ascii=False).encode()
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             return Result("", error=f"its variables cannot be encoded: {error}")
-        result = self._jail.run(job)
+        result = self._jail.run(msgspec.msgpack.encode(Job(given, self._special_tokens)))
         if result is None:
             return Result("", error=f"rendering took more than {TIME_S:g} s or too much memory")
         return msgspec.msgpack.decode(result, type=Result)

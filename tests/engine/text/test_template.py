@@ -122,6 +122,7 @@ def test_a_developer_is_the_system(make: Any) -> None:
         ("7", '{"arguments": 7}'),
         ("null", "{}"),
         ("", "{}"),
+        ('{"a": 100000000000000000000000}', '{"a": 100000000000000000000000}'),  # beyond 64 bits
         ("[" * 99999, None),
     ],
 )
@@ -154,7 +155,7 @@ def test_a_broken_template_fails_every_time_and_says_why(
             template.render(USER)
 
 
-@pytest.mark.parametrize("content", [2**70, "\ud800", object()], ids=["big", "surrogate", "object"])
+@pytest.mark.parametrize("content", ["\ud800", object()], ids=["surrogate", "object"])
 def test_content_that_is_no_json_is_refused(make: Any, content: Any) -> None:
     template = make(LOOP)
     with pytest.raises(TemplateError):
