@@ -21,6 +21,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
@@ -35,6 +36,7 @@ CONVERTER = 4  # raise it when the same source converts to another file
 BUNDLED = "tinystories"
 BUNDLED_FILE = Path(__file__).parent / "data" / "tinystories.cflow"
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja")
+FILES_BELOW = ("*_Pooling/config.json", "additional_chat_templates/*.jinja")  # read as well
 HASH_CHUNK = 8 << 20
 
 
@@ -141,7 +143,8 @@ class _Source:
         known = self._read()
         files = [self.path]
         if self.path.is_dir():
-            found = (*self.path.iterdir(), *self.path.glob("*_Pooling/config.json"))
+            below = (self.path.glob(pattern) for pattern in FILES_BELOW)
+            found = (*self.path.iterdir(), *chain.from_iterable(below))
             files = sorted(p for p in found if p.is_file() and _is_read(p.name))
         old = known.get("files", {})
         now = {

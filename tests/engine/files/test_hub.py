@@ -99,6 +99,17 @@ def test_f60_content_is_hashed_once_and_a_shared_conversion_stays(
     assert first.exists()
 
 
+def test_f16_another_template_for_tools_converts_anew(tmp_path: Path, cache: Path) -> None:
+    folder = tiny_folder(tmp_path / "m")
+    file = folder / "additional_chat_templates" / "tool_use.jinja"
+    file.parent.mkdir()
+    for template in ("one", "two"):
+        file.write_text(template)
+        path = hub.resolve(str(folder))
+        assert ModelFile(path).metadata["tool_template"] == template
+        assert left(cache) == [path.name]
+
+
 def test_f69_waiting_for_another_process_is_said(gguf: Path) -> None:
     target = hub.resolve(str(gguf))
     target.unlink()
