@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from fastapi import Request, Response
 
 from cflow.engine.base.messages import SamplingParams
+from cflow.engine.client.card import ModelCard
 from cflow.engine.client.engine import Engine, GenerateRequest
 from cflow.server.api.admission import check_model, check_priority, check_ready, submit
 from cflow.server.api.generation import Generation
@@ -65,10 +66,15 @@ class Service:
             return ask.model_copy(update={"moe_top_k": self.config.moe_top_k})
         return ask
 
+    def card_for(self, ask: Body) -> ModelCard:
+        """The model as a request uses it: some models have a template of their own for tools."""
+        card = self.engine.card
+        return card.for_tools if getattr(ask, "tools", None) else card
+
     def _without_effect(self, ask: Body) -> list[str]:
         """The fields that cannot have an effect on this model."""
         has_effort = getattr(ask, "reasoning_effort", None) is not None
-        if not has_effort or self.engine.card.dialect.switches:
+        if not has_effort or self.card_for(ask).dialect.switches:
             return []
         return ["reasoning_effort" if "reasoning_effort" in type(ask).model_fields else "reasoning"]
 

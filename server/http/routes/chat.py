@@ -62,7 +62,7 @@ def plan_sampling(
     context caps both."""
     given = [n for n in (ask.max_tokens, ask.max_completion_tokens) if n is not None]
     asked = min(given) if given else None
-    card, context = card_for(service, ask), context_of(service.engine)
+    card, context = service.card_for(ask), context_of(service.engine)
     return sampling_params(
         ask,
         card,
@@ -150,14 +150,9 @@ def whole(service: Service, ask: ChatRequest, talk: Talk) -> bytes:
     return envelope.answer(out, **more)
 
 
-def card_for(service: Service, ask: ChatRequest) -> ModelCard:
-    card = service.engine.card
-    return card.for_tools if ask.tools else card
-
-
 async def render(service: Service, ask: ChatRequest, calling: Calling) -> Prompt:
     """The prompt of a checked request. Raises RequestError."""
-    card = card_for(service, ask)
+    card = service.card_for(ask)
     return await render_chat(
         card,
         render_messages(ask.messages),
@@ -172,7 +167,7 @@ async def render(service: Service, ask: ChatRequest, calling: Calling) -> Prompt
 
 async def begin(service: Service, request: Request, ask: ChatRequest) -> Talk:
     """Submit a checked request to the engine."""
-    card = card_for(service, ask)
+    card = service.card_for(ask)
     calling = read_tools(ask, card)
     body = await grammar_of(ask, card.grammars)
     prompt = await render(service, ask, calling)

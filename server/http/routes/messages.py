@@ -13,7 +13,7 @@ from cflow.server.api.schemas import ChatRequest, CountRequest, MessagesRequest,
 from cflow.server.api.tools import read_tools
 from cflow.server.api.wire import encode
 from cflow.server.errors import ClientGone, RequestError, answer_failure
-from cflow.server.http.routes.chat import begin, card_for, check, render
+from cflow.server.http.routes.chat import begin, check, render
 from cflow.server.http.service import Service, json_schema, service_of
 from cflow.server.http.sse import Events, watching
 
@@ -26,7 +26,7 @@ async def read(
     """The chat request, the parameter each of its messages comes from, and headers for the answer."""
     ask, headers = await service.read(request, kind)
     chat, params, ignored = to_chat(ask)
-    if chat.reasoning_effort is not None and not service.engine.card.dialect.switches:
+    if chat.reasoning_effort is not None and not service.card_for(chat).dialect.switches:
         ignored.append("thinking")
     check(chat)
     return service.with_defaults(chat), params, with_ignored(headers, ignored)
@@ -74,7 +74,7 @@ async def count_tokens(request: Request) -> Response:
     service = service_of(request)
     chat, params, headers = await read(service, request, CountRequest)
     try:
-        prompt = await render(service, chat, read_tools(chat, card_for(service, chat)))
+        prompt = await render(service, chat, read_tools(chat, service.card_for(chat)))
     except RequestError as error:
         raise renamed(error, params) from None
     body = encode({"input_tokens": len(prompt.ids)})

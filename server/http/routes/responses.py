@@ -27,7 +27,7 @@ from cflow.server.api.schemas import ChatRequest, ResponsesRequest, with_ignored
 from cflow.server.api.tools import read_tools as read_calling
 from cflow.server.api.wire import encode
 from cflow.server.errors import ClientGone, RequestError, answer_failure
-from cflow.server.http.routes.chat import begin, card_for, check, render
+from cflow.server.http.routes.chat import begin, check, render
 from cflow.server.http.service import Service, json_schema, service_of
 from cflow.server.http.sse import Events, watching
 
@@ -171,7 +171,7 @@ async def count_input_tokens(request: Request) -> Response:
     service = service_of(request)
     asked = await read(service, request)
     try:
-        calling = read_calling(asked.chat, card_for(service, asked.chat))
+        calling = read_calling(asked.chat, service.card_for(asked.chat))
         prompt = await render(service, asked.chat, calling)
     except RequestError as error:
         raise renamed(error, asked.params, asked.tools) from None

@@ -419,6 +419,26 @@ def test_f16_the_template_for_tools_renders_requests_with_tools(serve: Serve) ->
     assert bytes(engine.calls[-1].prompt) == b"other"
 
 
+def test_f14_the_template_for_tools_decides_whether_effort_has_an_effect(serve: Serve) -> None:
+    engine = FakeEngine()
+    other = replace(engine.card, dialect=Dialect(HERMES, switches=frozenset({"enable_thinking"})))
+    engine.card = replace(engine.card, tool_card=other)
+    live = serve(engine)
+    for path, given, name in (
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "hi"}], "reasoning_effort": "none"},
+            "reasoning_effort",
+        ),
+        ("/v1/responses", {"input": "hi", "reasoning": {"effort": "none"}}, "reasoning"),
+    ):
+        tool = WEATHER if "messages" in given else {"type": "function", **WEATHER["function"]}
+        assert live.post(path, **given).headers["x-cflow-ignored-params"] == name
+        response = live.post(path, **given, tools=[tool])
+        assert "x-cflow-ignored-params" not in response.headers
+        assert b"enable_thinking=False" in bytes(engine.calls[-1].prompt)
+
+
 def stream_of(live: Live, **fields: Any) -> tuple[str, list[str], str | None]:
     """Content, names of the calls, and why a stream ended."""
     content, names, reason = "", [], None
