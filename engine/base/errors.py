@@ -6,7 +6,7 @@ CflowError            root
     ModelError        a model file or reference cannot be used
       FetchError      a model cannot be downloaded
       NoModelError    a reference names no model
-    TemplateError     the chat template failed on these messages
+    TemplateError     the chat template failed on these messages; has .is_limit
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class NoModelError(ModelError):
 
 
 class TemplateError(EngineError):
-    """The chat template rejected the messages, failed, or exceeded its time or memory."""
+    """The chat template rejected the messages, failed, or exceeded its time or memory (is_limit)."""
 
-    def __init__(self, message: str) -> None:
+    def __init__(self, message: str, *, is_limit: bool = False) -> None:
         super().__init__("template_error", message)
+        self.is_limit = is_limit

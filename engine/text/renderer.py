@@ -38,12 +38,14 @@ class Job(msgspec.Struct, frozen=True, array_like=True):
 
 class Result(msgspec.Struct, frozen=True, array_like=True):
     """own: the spans of the text that the template wrote, in order: first character, one past the
-    last. is_broken: the template has a syntax error, so every rendering fails."""
+    last. is_broken: the template has a syntax error, so every rendering fails. is_limit: time or
+    memory ran out."""
 
     text: str
     own: list[tuple[int, int]] = []
     error: str | None = None
     is_broken: bool = False
+    is_limit: bool = False
 
 
 class _Generation(jinja2.ext.Extension):
@@ -110,7 +112,7 @@ class Renderer:
         except jinja2.TemplateSyntaxError as error:
             return _failed(f"line {error.lineno}: {error.message}", is_broken=True)
         except MemoryError:
-            return _failed("rendering takes too much memory")
+            return _failed("rendering takes too much memory", is_limit=True)
         except Exception as error:  # a template can raise anything
             return _failed(f"{error}"[:500] or type(error).__name__)
         if len(text) > MAX_OUTPUT_CHARS:
@@ -138,8 +140,9 @@ def _foreign(value: Any) -> Any:
     return value
 
 
-def _failed(why: str, *, is_broken: bool = False) -> Result:
-    return Result("", error=str.__str__(why), is_broken=is_broken)  # a template can raise a Text
+def _failed(why: str, *, is_broken: bool = False, is_limit: bool = False) -> Result:
+    plain = str.__str__(why)  # a template can raise a Text
+    return Result("", error=plain, is_broken=is_broken, is_limit=is_limit)
 
 
 if __name__ == "__main__":

@@ -59,7 +59,8 @@ class ChatTemplate:
         }
         result = self._run(everything)
         if result.error is not None:
-            raise TemplateError(f"the chat template failed: {result.error}")
+            message = f"the chat template failed: {result.error}"
+            raise TemplateError(message, is_limit=result.is_limit)
         return Rendered(result.text, result.own)
 
     def syntax_error(self) -> str | None:
@@ -77,7 +78,8 @@ class ChatTemplate:
             return Result("", error=f"its variables cannot be encoded: {error}")
         result = self._jail.run(msgspec.msgpack.encode(Job(given, self._special_tokens)))
         if result is None:
-            return Result("", error=f"rendering took more than {TIME_S:g} s or too much memory")
+            why = f"rendering took more than {TIME_S:g} s or too much memory"
+            return Result("", error=why, is_limit=True)
         return msgspec.msgpack.decode(result, type=Result)
 
 

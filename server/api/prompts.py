@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, TypeVar
@@ -251,17 +250,49 @@ async def render_chat(
 def _render(template: ChatTemplate, messages: list[dict[str, Any]], **variables: Any) -> Rendered:
     """Render a conversation as it is, else with its system messages where the template takes them."""
     try:
-        return template.render(messages, **variables)
+        return _placed(template, messages, **variables)
     except TemplateError as error:
-        for turns in _placements(messages):
-            with suppress(TemplateError):
-                return template.render(turns, **variables)
-        raise RequestError(str(error), code=error.code, param="messages") from None
+        param = "messages"
+        if not error.is_limit and sum(len(turn["content"]) for turn in messages) <= LONG_CHARS:
+            param = _rejected(template, messages, **variables)
+        raise RequestError(f"{param}: {error}", code=error.code, param=param) from None
+
+
+def _placed(template: ChatTemplate, messages: list[dict[str, Any]], **variables: Any) -> Rendered:
+    """Raises the TemplateError of the conversation as it is, or that of a limit."""
+    first = None
+    for turns in (messages, *_placements(messages)):
+        try:
+            return template.render(turns, **variables)
+        except TemplateError as error:
+            if error.is_limit:
+                raise
+            first = first or error
+    assert first is not None
+    raise first
+
+
+def _rejected(template: ChatTemplate, messages: list[dict[str, Any]], **variables: Any) -> str:
+    """The parameter at fault: the message that turns an accepted beginning of the conversation into a
+    rejected one, or all messages if no such beginning is found. Takes log2(n) renderings."""
+    accepted, rejected = 0, len(messages)
+    while rejected - accepted > 1:
+        middle = (accepted + rejected) // 2
+        try:
+            _placed(template, messages[:middle], **variables)
+        except TemplateError as error:
+            if error.is_limit:
+                break
+            rejected = middle
+        else:
+            accepted = middle
+    return f"messages[{accepted}]" if accepted and rejected - accepted == 1 else "messages"
 
 
 def _placements(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
     """The conversation for templates that take system messages only at its start, only one, or none:
-    the leading ones as one, later ones at the beginning of the next user's turn, then all there."""
+    the leading ones as one, later ones at the beginning of the next user's turn (the last ones at the
+    end of the last), then all there."""
     n = next((i for i, turn in enumerate(messages) if turn["role"] != "system"), len(messages))
     first, rest = messages[:n], messages[n:]
     merged = [{"role": "system", "content": "\n\n".join(turn["content"] for turn in first)}][
@@ -288,7 +319,9 @@ def _folded(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
             waiting = []
         else:
             turns.append(turn)
-    if waiting:
+    if waiting and turns and turns[-1]["role"] == "user":
+        turns[-1] = turns[-1] | {"content": "\n\n".join([turns[-1]["content"], *waiting])}
+    elif waiting:
         turns.append({"role": "user", "content": "\n\n".join(waiting)})
     return turns
 

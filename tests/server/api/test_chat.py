@@ -280,6 +280,11 @@ class Strict:
         return all_own("".join(f"{m['role']}:{m['content']}|" for m in messages))
 
 
+def alternate(roles: str) -> bool:
+    """No system messages; user and assistant in turn."""
+    return roles == ("ua" * len(roles))[: len(roles)]
+
+
 @pytest.mark.parametrize(
     ("allowed", "roles", "expected"),
     [
@@ -289,6 +294,7 @@ class Strict:
         (lambda roles: "s" not in roles[1:], "suas", "system:0|user:1|assistant:2|user:3|"),
         (lambda roles: "s" not in roles, "ssua", "user:0\n\n1\n\n2|assistant:3|"),
         (lambda roles: "s" not in roles, "usu", "user:0|user:1\n\n2|"),
+        (alternate, "uaus", "user:0|assistant:1|user:2\n\n3|"),
     ],
 )
 def test_f13_system_messages_go_where_the_template_takes_them(
@@ -312,6 +318,37 @@ def test_f13_a_refusal_names_the_messages(serve: Any) -> None:
     error = error_of(live.chat(messages=user("q")))
     assert (error["code"], error["param"]) == ("template_error", "messages")
     assert error_of(live.post("/v1/responses", input="q"))["param"] == "input"
+
+
+@pytest.mark.parametrize(
+    ("roles", "param"),
+    [
+        ("uauaa", "messages[4]"),
+        ("uuaua", "messages[1]"),
+        ("susaaua", "messages[4]"),
+        ("au", "messages"),
+    ],
+)
+def test_f13_a_refusal_names_the_message(serve: Any, roles: str, param: str) -> None:
+    names = {"s": "system", "u": "user", "a": "assistant"}
+    turns = [{"role": names[role], "content": "q"} for role in roles]
+    error = error_of(serve(FakeEngine(template=Strict(alternate))).chat(messages=turns))
+    assert (error["code"], error["param"]) == ("template_error", param)
+    assert error["message"].startswith(f"{param}: ")
+
+
+def test_f13_a_conversation_beyond_the_limits_is_rendered_once(serve: Any) -> None:
+    class Slow:
+        n_calls = 0
+
+        def render(self, messages: Any, **_: Any) -> Rendered:
+            self.n_calls += 1
+            raise TemplateError("rendering took too long", is_limit=True)
+
+    slow = Slow()
+    turns = [{"role": "system", "content": "s"}, {"role": "system", "content": "s"}, *user("q")]
+    error = error_of(serve(FakeEngine(template=slow)).chat(messages=turns))
+    assert (error["code"], error["param"], slow.n_calls) == ("template_error", "messages", 1)
 
 
 @pytest.mark.parametrize(
