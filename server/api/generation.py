@@ -29,7 +29,10 @@ class Generation:
     ) -> None:
         self._answers = answers
         self._records = records
-        self._n_open = self._n_choices = sum(len(record.n_tokens) for record in records)
+        self._open = {
+            (i, j) for i, record in enumerate(records) for j in range(len(record.n_tokens))
+        }
+        self._n_choices = len(self._open)
         self.n_prompt = sum(record.n_prompt for record in records)
         self.n_experts = n_experts
         self.n_deferred = n_deferred
@@ -38,7 +41,7 @@ class Generation:
         self.n_reasoning = 0  # tokens; the route counts them
         self.disk: DiskUsage | None = None  # of finished choices
         self.is_cancelled = False
-        self._is_stopped = False
+        self._is_ended = False  # finish() ended a choice
 
     def cancel(self) -> None:
         """Cancel all answers. May be called at any time."""
@@ -46,14 +49,18 @@ class Generation:
         for answer in self._answers:
             answer.cancel()
 
-    def stop(self) -> None:
-        """End all answers here: nobody wants what would follow, so it is read no further."""
-        self._is_stopped = not self.is_over
+    def finish(self, choice: int) -> None:
+        """End a choice of the only prompt here: what would follow of it is dropped, and if it is the
+        last one that runs, the engine stops. No effect if it has ended."""
+        if (0, choice) in self._open:
+            self._open.remove((0, choice))
+            self._records[0].finish("stop")
+            self._is_ended = True
 
     @property
     def is_over(self) -> bool:
         """Whether every choice has finished."""
-        return not self._n_open
+        return not self._open
 
     def timings(self) -> dict[str, float | None]:
         return timings_of(self._records)
@@ -86,14 +93,16 @@ class Generation:
             async with aclosing(source):
                 async for index, event in source:
                     if not isinstance(event, Progress):
-                        self._count(event)
+                        self._count(index, event)
                     yield index, event
+                    if self._is_ended and self.is_over:
+                        return
         finally:
             for answer in self._answers:
                 answer.cancel()
 
-    def _count(self, delta: Delta) -> None:
-        is_empty = not self.n_completion and self._n_open == self._n_choices
+    def _count(self, index: int, delta: Delta) -> None:
+        is_empty = not self.n_completion and len(self._open) == self._n_choices
         if delta.finish == TIMED_OUT and is_empty and not delta.tokens:
             raise EngineError("timeout", "timeout_s ended before the first token")
         self.n_completion += len(delta.tokens)
@@ -101,7 +110,7 @@ class Generation:
         if delta.disk is not None:
             self.disk = delta.disk + self.disk
         if delta.finish is not None:
-            self._n_open -= 1
+            self._open.discard((index, delta.choice))
 
     async def _read(self, index: int) -> Events:
         record = self._records[index]
@@ -110,6 +119,8 @@ class Generation:
             async for event in self._answers[index]:
                 if isinstance(event, Progress):
                     record.advance(event)
+                elif (index, event.choice) not in self._open:
+                    continue
                 else:
                     record.add(event)
                 yield index, event
@@ -119,7 +130,7 @@ class Generation:
             otherwise = "error"
             raise
         finally:
-            record.end("stop" if self._is_stopped else otherwise)
+            record.end(otherwise)
 
     async def _merge(self) -> Events:
         queue: asyncio.Queue[tuple[int, Delta | Progress] | Exception | None] = asyncio.Queue()

@@ -67,12 +67,12 @@ class AnswerRecord:
             self.n_tokens[delta.choice] += len(delta.tokens)
             self._metrics.tokens.add(len(delta.tokens))
         if delta.finish is not None:
-            self._close(delta.finish.reason, 1)
+            self.finish(delta.finish.reason)
 
     def end(self, reason: str) -> None:
         """Note the end. reason: of the choices that have not finished."""
         metrics, now = self._metrics, time.perf_counter()
-        self._close(reason, len(self.n_tokens) - len(self.reasons))
+        self.finish(reason, len(self.n_tokens) - len(self.reasons))
         metrics.whole_s.observe(now - self.arrived)
         for n_tokens in self.n_tokens:
             metrics.generation_tokens.observe(n_tokens)
@@ -83,7 +83,8 @@ class AnswerRecord:
         if self._on_end is not None:
             self._on_end(self)
 
-    def _close(self, reason: str, n: int) -> None:
+    def finish(self, reason: str, n: int = 1) -> None:
+        """Note the end of n choices."""
         self.reasons += [reason] * n
         self._metrics.over[reason].inc(n)
         self._metrics.finished.add(n)

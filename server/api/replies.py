@@ -121,13 +121,8 @@ async def read_replies(
                 yield event
                 continue
             reply = replies[event.choice]
-            if reply.is_over:
-                continue
             pieces = reply.add(event)
             generation.n_reasoning = sum(reply.n_reasoning for reply in replies)
-            is_last = all(reply.is_over for reply in replies)
-            if is_last:
-                generation.stop()
+            if reply.is_over:
+                generation.finish(event.choice)
             yield reply, event, pieces
-            if is_last:
-                return

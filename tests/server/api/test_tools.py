@@ -475,8 +475,34 @@ def test_f19_a_repeated_call_ends_the_generation(serve: Serve) -> None:
     (choice,) = body["choices"]
     assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["clock"]
     assert choice["finish_reason"] == "tool_calls"
-    assert body["usage"]["completion_tokens"] <= 2 * len(CALL_2)
     assert stream_of(live, **fields) == ("", ["clock"], "tool_calls")
+    n_read = len(CALL_2 + CALL_2.removesuffix("\n</tool_call>"))
+    assert body["usage"]["completion_tokens"] == n_read
+    assert engine.answers[0].is_cancelled
+    *_, last = events(live.chat(stream=True, **fields))
+    assert last["timings"]["predicted_n"] == n_read
+    assert [live.metric(ENDED % reason) for reason in ("stop", "length", "abort")] == [3, 0, 0]
+
+
+ENDED = 'vllm:request_success_total{engine="0",finished_reason="%s",model_name="fake/model"}'
+
+
+def test_f19_one_choice_ends_and_the_others_go_on(tell: Any) -> None:
+    live = tell(CALL_2 * 3, CALL_2 + CALL, "Hm.")
+    body = live.chat(tools=[WEATHER, CLOCK], n=3).json()
+    assert [c["finish_reason"] for c in body["choices"]] == ["tool_calls", "tool_calls", "stop"]
+    assert [len(c["message"].get("tool_calls", [])) for c in body["choices"]] == [1, 2, 0]
+    n_first = len(CALL_2 + CALL_2.removesuffix("\n</tool_call>"))
+    others = len((CALL_2 + CALL).encode()) + len("Hm.") + 2
+    assert body["usage"]["completion_tokens"] == n_first + others
+    ends = [
+        (choice["index"], choice["finish_reason"])
+        for chunk in events(live.chat(stream=True, tools=[WEATHER, CLOCK], n=3))
+        for choice in chunk["choices"]
+        if choice["finish_reason"]
+    ]
+    assert ends == [(0, "tool_calls"), (1, "tool_calls"), (2, "stop")]
+    assert live.metric(ENDED % "stop") == 6
 
 
 WEATHER_JSON = '{"name": "get_weather", "arguments": {"city": "Zürich"}}'
