@@ -95,13 +95,20 @@ $(CLIENTS)/installed: pyproject.toml
 	@touch $@
 
 # Exact versions: package-lock.json. No install scripts: what they would fetch is in the packages.
+# uv, as pip tries old versions for minutes.
+build/agents/installed: pyproject.toml
+	python3 -m venv $(@D)
+	$(@D)/bin/pip install -q uv
+	$(@D)/bin/uv pip install -q --python $(@D)/bin/python --group agents
+	@touch $@
+
 build/npm/installed: tests/e2e/clients/package.json tests/e2e/clients/package-lock.json
 	@mkdir -p $(@D)
 	cp $^ $(@D)
 	npm ci --prefix $(@D) --ignore-scripts --no-audit --no-fund
 	@touch $@
 
-test-clients: need-npm $(VENV)/tools $(VENV)/cflow $(CLIENTS)/installed build/npm/installed ## Have clients, agents and load tools use the server
+test-clients: need-npm $(VENV)/tools $(VENV)/cflow $(CLIENTS)/installed build/agents/installed build/npm/installed ## Have clients, agents and load tools use the server
 	$(BIN)/pytest tests/e2e/test_clients.py tests/e2e/test_agents.py
 
 BENCH = PYTHONPATH=tests $(BIN)/python -P -m bench

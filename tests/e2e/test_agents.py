@@ -27,6 +27,7 @@ from harness.scripts import CALL, Template, say
 
 HERE = Path(__file__).parent / "clients"
 BUILD = Path(__file__).parents[2] / "build"
+PYTHON = BUILD / "agents" / "bin" / "python"
 MODULES = BUILD / "npm" / "node_modules"
 TOLD = "It rains in Zürich."
 CONTEXT = 1 << 20  # tokens are bytes, and coding agents begin with 50 kB
@@ -97,6 +98,33 @@ def check_agent(live: Live, answer: str) -> None:
     assert live.engine.texts == []
     assert "sun in Zürich" in live.engine.prompts[-1]
     assert answer == TOLD
+
+
+@needs(PYTHON)
+@pytest.mark.parametrize(
+    "client",
+    [
+        "openai_chat", "openai_stream", "openai_responses", "anthropic_messages",
+        "anthropic_stream", "pydantic_ai", "openai_agents_chat", "openai_agents_responses",
+        "langchain_agent",
+    ],
+)  # fmt: skip
+def test_python_agents(scripted: Callable[..., Live], client: str, tmp_path: Path) -> None:
+    live = scripted(CALL, TOLD)
+    url = f"http://127.0.0.1:{live.port}"
+    url += "" if client.startswith("anthropic") else "/v1"
+    check_agent(live, found(run(PYTHON, HERE / "python_agents.py", client, url, home=tmp_path)))
+
+
+@needs(PYTHON)
+@pytest.mark.parametrize("mode", ["TOOLS", "JSON", "JSON_SCHEMA"])
+def test_instructor(scripted: Callable[..., Live], mode: str, tmp_path: Path) -> None:
+    person = {"name": "Ada", "age": 36}
+    as_call = json.dumps({"name": "Person", "arguments": person})
+    text = f"<tool_call>\n{as_call}\n</tool_call>" if mode == "TOOLS" else json.dumps(person)
+    live = scripted(text)
+    url = f"http://127.0.0.1:{live.port}/v1"
+    assert found(run(PYTHON, HERE / "extract.py", mode, url, home=tmp_path)) == person
 
 
 @needs(MODULES)
