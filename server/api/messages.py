@@ -81,11 +81,15 @@ def _read_turns(ask: MessagesRequest) -> tuple[list[dict[str, Any]], list[str]]:
         params.append("system")
     for i, message in enumerate(ask.messages):
         param = f"messages[{i}]"
-        read = _read_assistant if message.role == "assistant" else _read_user
-        found = read(f"{param}.content", message.content)
+        found = READERS[message.role](f"{param}.content", message.content)
         turns += found
         params += [param] * len(found)
     return turns, params
+
+
+def _read_system(where: str, content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A coding agent adds reminders in the middle of a conversation."""
+    return [{"role": "system", "content": _text(where, content)}]
 
 
 def _read_user(where: str, content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -120,6 +124,9 @@ def _read_assistant(where: str, content: str | list[dict[str, Any]]) -> list[dic
     if calls:
         turn["tool_calls"] = calls
     return [turn]
+
+
+READERS = {"user": _read_user, "assistant": _read_assistant, "system": _read_system}
 
 
 def _blocks(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -321,7 +321,7 @@ class ResponsesRequest(Sampling):
 class Turn(Body):
     """A message of /v1/messages. content: a text, or blocks."""
 
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: str | Annotated[list[dict[str, Any]], Field(max_length=MAX_MESSAGES, fail_fast=True)]
 
 

@@ -29,6 +29,7 @@ HERE = Path(__file__).parent / "clients"
 BUILD = Path(__file__).parents[2] / "build"
 PYTHON = BUILD / "agents" / "bin" / "python"
 MODULES = BUILD / "npm" / "node_modules"
+CLAUDE = MODULES / "@anthropic-ai" / "claude-code-linux-x64" / "claude"
 TOLD = "It rains in Zürich."
 CONTEXT = 1 << 20  # tokens are bytes, and coding agents begin with 50 kB
 ENDS_S = 240.0  # imports alone take half a minute on busy cores
@@ -161,3 +162,27 @@ def test_codex_runs_a_command(scripted: Callable[..., Live], tmp_path: Path) -> 
     )  # fmt: skip
     assert (tmp_path / "found.txt").read_text() == "sun in Zürich\n"
     check_agent(live, answer.strip())
+
+
+@needs(CLAUDE)
+def test_claude_code_runs_a_command(scripted: Callable[..., Live], tmp_path: Path) -> None:
+    """On /v1/messages, with reminders in the middle of the conversation."""
+    command = {
+        "name": "Bash",
+        "arguments": {
+            "command": "echo sun in Zürich > found.txt; cat found.txt",
+            "description": "look",
+        },
+    }
+    live = scripted(f"<tool_call>\n{json.dumps(command)}\n</tool_call>", TOLD)
+    variables = {
+        "ANTHROPIC_BASE_URL": f"http://127.0.0.1:{live.port}",
+        "ANTHROPIC_API_KEY": "none",
+        "ANTHROPIC_MODEL": "M",
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        "IS_SANDBOX": "1",
+    }
+    question = "What is the weather in Zürich?"
+    answer = run(CLAUDE, "-p", question, "--allowedTools", "Bash", home=tmp_path, **variables)
+    check_agent(live, answer.strip())
+    assert (tmp_path / "found.txt").read_text() == "sun in Zürich\n"

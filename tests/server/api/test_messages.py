@@ -183,6 +183,7 @@ def test_blocks_become_turns(tell: Tell) -> None:
         {"role": "assistant", "content": [{"type": "thinking", "thinking": "t", "signature": ""},
                                           {"type": "text", "text": "c"}, use]},
         {"role": "user", "content": [result, {"type": "text", "text": "d"}]},
+        {"role": "system", "content": [{"type": "text", "text": "r"}]},
         {"role": "assistant", "content": "e"},
         {"role": "user", "content": "f"},
     ]  # fmt: skip
@@ -198,6 +199,7 @@ def test_blocks_become_turns(tell: Tell) -> None:
          "tool_calls": [{"id": "t1", "type": "function", "function": function}]},
         {"role": "tool", "tool_call_id": "t1", "content": "9"},
         {"role": "user", "content": "d"},
+        {"role": "system", "content": "r"},
         {"role": "assistant", "content": "e"},
         {"role": "user", "content": "f"},
     ]  # fmt: skip
@@ -268,7 +270,7 @@ def test_tokens_are_counted(tell: Tell, client: Any) -> None:
     [
         ({"max_tokens": None}, "max_tokens"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "system", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0]"),
         ({"system": [{"type": "image"}]}, "system[0]"),
