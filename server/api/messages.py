@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any
 from uuid import uuid4
 
 from pydantic_core import from_json
 
 from cflow.engine.base.messages import Progress
+from cflow.engine.text.arguments import arguments_object
 from cflow.server.api.generation import Generation
 from cflow.server.api.replies import Reply, read_replies
 from cflow.server.api.schemas import ChatRequest, MessagesRequest, parse
@@ -279,8 +280,7 @@ class MessageWriter:
         if block["type"] == "thinking":
             yield self._delta(type="signature_delta", signature="")
         if block["type"] == "tool_use":
-            # An answer that is cut leaves half of an object.
-            block["input"] = from_json(self._arguments[index] or "{}", allow_partial=True)
+            block["input"] = _input(self._arguments[index])
         yield _event("content_block_stop", index=index)
 
     def _delta(self, **delta: str) -> bytes:
@@ -300,6 +300,14 @@ class MessageWriter:
             "cache_read_input_tokens": n_cached,
             "output_tokens": self._generation.n_completion,
         }
+
+
+def _input(arguments: str) -> dict[str, Any]:
+    """The arguments of a call as an object. An answer that is cut leaves half of one; what a model
+    writes that is no JSON becomes the only parameter, as in a conversation that carries it back."""
+    with suppress(ValueError):
+        return arguments_object(from_json(arguments, allow_partial=True))
+    return arguments_object(arguments)
 
 
 def _event(kind: str, **fields: Any) -> bytes:

@@ -170,6 +170,18 @@ def test_a_stream_is_the_whole_answer(
     assert streamed.usage.output_tokens == whole.usage.output_tokens
 
 
+@pytest.mark.parametrize("arguments", ['{"a": 01}', "{'a': 1}"])
+def test_arguments_that_are_no_json_are_one_parameter(tell: Tell, arguments: str) -> None:
+    """The model is free in what it writes with tool_choice auto."""
+    live = tell(CALL.replace('{"city": "Zürich"}', arguments))
+    (block,) = ask(live, tools=TOOLS).json()["content"]
+    assert (block["name"], block["input"]) == ("get_weather", {"arguments": arguments})
+    found = events(live, tools=TOOLS)
+    pieces = [e["delta"]["partial_json"] for e in found if e["type"] == "content_block_delta"]
+    assert "".join(pieces) == arguments
+    assert found[-1]["type"] == "message_stop"
+
+
 def test_blocks_become_turns(tell: Tell) -> None:
     live = tell("x")
     use = {"type": "tool_use", "id": "t1", "name": "clock", "input": {"a": 1}}
