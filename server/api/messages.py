@@ -29,16 +29,24 @@ NAMES = {
     "response_format": "output_config.format",
     "parallel_tool_calls": "tool_choice",
 }
+# Parts of the names of other parameters, likewise.
+PARTS = ((".function.parameters", ".input_schema"), (".function", ""), (".json_schema", ""))
+_PARAM = re.compile(r"((?:messages|tools)\[\d+\]|\w*)(.*)")
 
 
 # ---- what is asked ----
 
 
-def to_chat(ask: MessagesRequest) -> tuple[ChatRequest, list[str], list[str]]:
-    """The chat request, the parameter that each of its messages comes from, and the types of tools
-    that this server cannot run. Raises RequestError."""
+def to_chat(ask: MessagesRequest) -> tuple[ChatRequest, dict[str, str], list[str]]:
+    """The chat request, the names here of its parameters, and the types of tools that this server
+    cannot run. Raises RequestError."""
     turns, params = _read_turns(ask)
-    tools, ignored = _read_tools(ask.tools)
+    tools, places, ignored = _read_tools(ask.tools)
+    names = (
+        NAMES
+        | {f"messages[{i}]": param for i, param in enumerate(params)}
+        | {f"tools[{i}]": f"tools[{place}]" for i, place in enumerate(places)}
+    )
     choice = ask.tool_choice or {}
     body: dict[str, Any] = {
         "model": ask.model,
@@ -52,22 +60,25 @@ def to_chat(ask: MessagesRequest) -> tuple[ChatRequest, list[str], list[str]]:
         "tool_choice": _read_choice(choice, tools, ignored),
         "parallel_tool_calls": not choice.get("disable_parallel_tool_use", False),
         "reasoning_effort": _read_effort(ask),
-        "response_format": _read_format(ask.output_config.get("format")),
+        "response_format": _read_format(ask.output_config.get("format") or ask.output_format),
         "stream": ask.stream,
     }
     given = {key: value for key, value in body.items() if value is not None}
     try:
-        return parse(ChatRequest, given), params, ignored
+        return parse(ChatRequest, given), names, ignored
     except RequestError as error:
-        raise renamed(error, params) from None
+        raise renamed(error, names) from None
 
 
-def renamed(error: RequestError, params: list[str]) -> RequestError:
-    """A chat's error with its parameter renamed. params: the parameter each turn comes from."""
-    param = error.param or ""
-    turn = re.match(r"messages\[(\d+)\]", param)
-    other = NAMES.get(param, param).replace(".function", "", 1)
-    param = params[int(turn[1])] if turn else other
+def renamed(error: RequestError, names: dict[str, str]) -> RequestError:
+    """A chat's error with its parameter renamed. names: as to_chat() gives them."""
+    found = _PARAM.match(error.param or "")
+    assert found is not None
+    first, rest = found.groups()
+    for part, name in PARTS:
+        rest = rest.replace(part, name, 1)
+    # A turn has other fields than the message it comes from.
+    param = names.get(first, first) + ("" if first.startswith("messages[") else rest)
     message = str(error).replace(error.param, param) if error.param else str(error)
     return RequestError(
         message, code=error.code, param=param or None, status=error.status, headers=error.headers
@@ -153,17 +164,20 @@ def _text_of(where: str, block: Any) -> str:
     return text
 
 
-def _read_tools(tools: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
-    """The functions as a chat has them, and the types of tools that Anthropic's servers run."""
-    functions, ignored = [], []
-    for tool in tools:
-        if tool.get("type", "custom") != "custom":
-            ignored.append(f"tools.{tool['type']}")
+def _read_tools(tools: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[int], list[str]]:
+    """The functions as a chat has them, their places among the tools, and the types of the others,
+    which Anthropic defines."""
+    functions, places, ignored = [], [], []
+    for place, tool in enumerate(tools):
+        kind = tool.get("type")
+        if kind not in (None, "custom"):
+            ignored.append(f"tools.{kind}")
             continue
+        places.append(place)
         names = {"name": "name", "description": "description", "parameters": "input_schema"}
         function = {ours: tool[theirs] for ours, theirs in names.items() if theirs in tool}
         functions.append({"type": "function", "function": function})
-    return functions, ignored
+    return functions, places, ignored
 
 
 def _read_choice(

@@ -348,6 +348,9 @@ class MessagesRequest(Body):
     tool_choice: dict[str, Any] | None = None
     thinking: ThinkingConfig | None = None
     output_config: dict[str, Any] = Field(default={}, description="effort, format")
+    output_format: dict[str, Any] | None = Field(
+        default=None, description="older name of output_config.format"
+    )
     stream: bool = False
 
     # Clients send these; they have no effect here.

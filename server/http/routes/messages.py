@@ -22,14 +22,14 @@ router = APIRouter()
 
 async def read(
     service: Service, request: Request, kind: type[MessagesRequest]
-) -> tuple[ChatRequest, list[str], dict[str, str]]:
-    """The chat request, the parameter each of its messages comes from, and headers for the answer."""
+) -> tuple[ChatRequest, dict[str, str], dict[str, str]]:
+    """The chat request, the names here of its parameters, and headers for the answer."""
     ask, headers = await service.read(request, kind)
-    chat, params, ignored = to_chat(ask)
+    chat, names, ignored = to_chat(ask)
     if chat.reasoning_effort is not None and not service.card_for(chat).dialect.switches:
         ignored.append("thinking")
     check(chat)
-    return service.with_defaults(chat), params, with_ignored(headers, ignored)
+    return service.with_defaults(chat), names, with_ignored(headers, ignored)
 
 
 async def stream(write: MessageWriter, generation: Generation, reply: Reply) -> Events:
@@ -50,11 +50,11 @@ async def stream(write: MessageWriter, generation: Generation, reply: Reply) -> 
 async def create_message(request: Request) -> Response:
     """Answer a conversation in Anthropic's shape. Streams if stream is true."""
     service = service_of(request)
-    chat, params, headers = await read(service, request, MessagesRequest)
+    chat, names, headers = await read(service, request, MessagesRequest)
     try:
         _, _, generation, (reply,) = await begin(service, request, chat)
     except RequestError as error:
-        raise renamed(error, params) from None
+        raise renamed(error, names) from None
     write = MessageWriter(service.engine.card.name, generation)
     if chat.stream:
         return service.stream(stream(write, generation, reply), generation, headers)
@@ -72,10 +72,10 @@ async def create_message(request: Request) -> Response:
 async def count_tokens(request: Request) -> Response:
     """Count the tokens of a request's prompt without answering it."""
     service = service_of(request)
-    chat, params, headers = await read(service, request, CountRequest)
+    chat, names, headers = await read(service, request, CountRequest)
     try:
         prompt = await render(service, chat, read_tools(chat, service.card_for(chat)))
     except RequestError as error:
-        raise renamed(error, params) from None
+        raise renamed(error, names) from None
     body = encode({"input_tokens": len(prompt.ids)})
     return Response(body, media_type="application/json", headers=headers)

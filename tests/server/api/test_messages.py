@@ -224,7 +224,7 @@ def test_blocks_become_turns(tell: Tell) -> None:
 def test_tools_that_run_elsewhere_are_named(tell: Tell) -> None:
     live = tell(CALL)
     search = {"type": "web_search_20250305", "name": "web_search"}
-    response = ask(live, tools=[search, *TOOLS])
+    response = ask(live, tools=[search, TOOLS[0] | {"type": None}, TOOLS[1] | {"type": "custom"}])
     assert response.headers["x-cflow-ignored-params"] == "tools.web_search_20250305"
     assert response.json()["content"][0]["name"] == "get_weather"
 
@@ -265,8 +265,9 @@ def test_thinking_is_switched(tell: Tell, fields: dict[str, Any], value: bool | 
 def test_an_answer_may_follow_a_schema(tell: Tell) -> None:
     live = tell("{}")
     form = {"type": "json_schema", "schema": {"type": "object"}}
-    assert ask(live, output_config={"format": form}).status_code == 200
-    assert live.engine.calls[-1].sampling.grammar is not None
+    for fields in ({"output_config": {"format": form}}, {"output_format": form}):
+        assert ask(live, **fields).status_code == 200
+        assert live.engine.calls[-1].sampling.grammar is not None
 
 
 def test_tokens_are_counted(tell: Tell, client: Any) -> None:
@@ -288,6 +289,12 @@ def test_tokens_are_counted(tell: Tell, client: Any) -> None:
         ({"system": [{"type": "image"}]}, "system[0]"),
         ({"temperature": 3}, "temperature"),
         ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name"),
+        ({"tools": [{"type": "bash_20250124"}, {"name": "a b"}]}, "tools[1].name"),
+        ({"tools": [{"name": "a", "input_schema": 5}]}, "tools[0].input_schema"),
+        ({"tools": [{"type": "bash_20250124"}, TOOLS[0], TOOLS[0]]}, "tools[2].name"),
+        ({"tools": [{"name": "a", "input_schema": {"type": "array"}}]}, "tools[0].input_schema"),
+        ({"stop_sequences": [""]}, "stop_sequences[0]"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
         ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "x"}}, "tool_choice.type"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}], "tool_choice": {"type": "any"}},
