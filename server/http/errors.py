@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def speaks_anthropic(scope: Scope) -> bool:
-    """Whether the client expects errors in Anthropic's shape."""
+    """Whether the client expects errors and models in Anthropic's shape."""
     names = (name for name, _ in scope["headers"])
     return scope["path"].startswith("/v1/messages") or b"anthropic-version" in names
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -9,6 +10,7 @@ from fastapi import APIRouter, Request, Response
 from cflow.server.api.admission import check_model, check_ready
 from cflow.server.api.prompts import context_of
 from cflow.server.api.wire import encode
+from cflow.server.http.errors import speaks_anthropic
 from cflow.server.http.service import Service, service_of
 
 router = APIRouter()
@@ -37,12 +39,30 @@ def describe(service: Service) -> dict[str, Any]:
     }
 
 
+def describe_for_anthropic(service: Service) -> dict[str, Any]:
+    card = service.engine.card
+    return {
+        "type": "model",
+        "id": card.name,
+        "display_name": card.name,
+        "created_at": datetime.fromtimestamp(card.created, UTC).isoformat(),
+        "lifecycle": "active",
+        "max_input_tokens": context_of(service.engine),
+    }
+
+
 @router.get("/v1/models")
 async def list_models(request: Request) -> Response:
     """List the one model of this server."""
     service = service_of(request)
     check_ready(service.engine, service.metrics)
-    body = {"object": "list", "data": [describe(service)]}
+    body: dict[str, Any]
+    if speaks_anthropic(request.scope):
+        name = service.engine.card.name
+        data = [describe_for_anthropic(service)]
+        body = {"data": data, "has_more": False, "first_id": name, "last_id": name}
+    else:
+        body = {"object": "list", "data": [describe(service)]}
     return Response(encode(body), media_type="application/json")
 
 
@@ -52,4 +72,5 @@ async def show_model(request: Request, model: str) -> Response:
     service = service_of(request)
     check_ready(service.engine, service.metrics)
     check_model(service.engine, model)
-    return Response(encode(describe(service)), media_type="application/json")
+    shape = describe_for_anthropic if speaks_anthropic(request.scope) else describe
+    return Response(encode(shape(service)), media_type="application/json")

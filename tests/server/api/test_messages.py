@@ -339,3 +339,41 @@ def test_a_failure_in_the_stream_is_an_event(serve: Any) -> None:
     live = serve(FakeEngine(script=script, template=Template("")))
     last = events(live)[-1]
     assert last == {"type": "error", "error": {"type": "api_error", "message": "the disk"}}
+
+
+def test_models_have_anthropic_s_shape(tell: Tell, client: Any) -> None:
+    sdk = client(tell("x"))
+    (model,) = sdk.models.list()
+    assert (model.type, model.id, model.display_name) == ("model", "fake/model", "fake/model")
+    assert model.created_at.timestamp() == 1700000000
+    assert model.max_input_tokens == 600
+    assert sdk.models.retrieve("fake/model") == model
+    with pytest.raises(anthropic.NotFoundError, match="fake/model"):
+        sdk.models.retrieve("other")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "content", "status", "kind"),
+    [
+        ("POST", "/v1/messages?beta=true", "{", 400, "invalid_request_error"),
+        ("GET", "/v1/messages", "", 405, "invalid_request_error"),
+        ("POST", "/v1/messages", "x" * (9 << 20), 413, "request_too_large"),
+        ("POST", "/api/event_logging/batch", "{}", 404, "not_found_error"),
+    ],
+)
+def test_other_refusals(
+    tell: Tell, method: str, path: str, content: str, status: int, kind: str
+) -> None:
+    headers = {"anthropic-version": "2023-06-01", "content-type": "application/json"}
+    response = tell("x").client.request(method, path, content=content, headers=headers)
+    assert response.status_code == status
+    body = response.json()
+    assert (body["type"], body["error"]["type"]) == ("error", kind)
+    assert body["request_id"] == response.headers["x-request-id"]
+
+
+def test_a_full_queue_is_a_rate_limit(tell: Tell) -> None:
+    live = tell("x")
+    live.engine.refuse = EngineError("queue_full", "the queue is full")
+    response = ask(live)
+    assert (response.status_code, response.json()["error"]["type"]) == (429, "rate_limit_error")
