@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import codecs
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Any, TypedDict
 
 from msgspec.structs import replace
@@ -159,3 +161,20 @@ def chat_logprobs(tokenizer: Tokenizer, logprobs: Iterable[Logprob]) -> list[dic
         | {"top_logprobs": [_chat_token(tokenizer, *pair) for pair in entry.top]}
         for entry in logprobs
     ]
+
+
+def split_at_text(
+    entries: list[dict[str, Any]], text: str
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Entries of chat_logprobs as those whose bytes are in this text, and those behind it.
+
+    The text is the last piece of theirs that was given out: what stands before it belongs to marks,
+    reasoning or calls. If their bytes do not have it, as a hidden token stands within it, all of
+    them are its own."""
+    ends = list(accumulate(len(entry["bytes"]) for entry in entries))
+    start = b"".join(bytes(entry["bytes"]) for entry in entries).rfind(text.encode())
+    if start < 0:
+        return entries, []
+    first = bisect_right(ends, start)
+    last = bisect_left(ends, start + len(text.encode())) + 1
+    return entries[first:last], entries[last:]

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import compress, islice
 from typing import Any
 from uuid import uuid4
 
 from cflow.server.api.generation import Generation
 from cflow.server.api.replies import Reply
 from cflow.server.api.schemas import MAX_TOOLS, ChatRequest, ResponsesRequest, Sampling, parse
-from cflow.server.api.stored import ResponseStore
+from cflow.server.api.stored import ResponseStore, not_stored
 from cflow.server.api.wire import encode
 from cflow.server.errors import RequestError, shorten
 
@@ -48,12 +49,20 @@ class Tools:
         ours = (shown for shown, origin in self.origins.items() if origin == (name, namespace))
         return next(ours, name)
 
-    def add(self, where: str, tool: dict[str, Any], namespace: str | None) -> None:
+    def add(
+        self,
+        where: str,
+        tool: dict[str, Any],
+        namespace: str | None = None,
+        plain: frozenset[str] = frozenset(),
+    ) -> None:
+        """plain: names of the functions outside of namespaces, which stay as they are."""
         names = ("name", "description", "parameters", "strict")
         function = {name: tool[name] for name in names if tool.get(name) is not None}
         name = function.get("name")
         if isinstance(name, str):
-            shown = f"{namespace}.{name}" if namespace and name in self.origins else name
+            is_taken = name in self.origins or name in plain
+            shown = f"{namespace}.{name}" if namespace and is_taken else name
             if shown in self.origins:
                 raise RequestError(f"{where}.name: there are two {name!r}.", param=f"{where}.name")
             self.origins[shown] = (name, namespace)
@@ -65,9 +74,11 @@ class Tools:
 def read_tools(ask: ResponsesRequest) -> Tools:
     """The functions of a request, those in namespaces too. Raises RequestError."""
     tools = Tools()
+    names = (tool.get("name") for tool in ask.tools if tool.get("type") == "function")
+    plain = frozenset(name for name in names if isinstance(name, str))
     for i, tool in enumerate(ask.tools):
         if tool.get("type") == "function":
-            tools.add(f"tools[{i}]", tool, None)
+            tools.add(f"tools[{i}]", tool)
         elif tool.get("type") == "namespace":
             inner = tool.get("tools")
             if not isinstance(inner, list) or not isinstance(tool.get("name"), str):
@@ -75,7 +86,7 @@ def read_tools(ask: ResponsesRequest) -> Tools:
                 raise RequestError(message, param=f"tools[{i}]")
             for j, function in enumerate(inner):
                 if isinstance(function, dict) and function.get("type") == "function":
-                    tools.add(f"tools[{i}].tools[{j}]", function, tool["name"])
+                    tools.add(f"tools[{i}].tools[{j}]", function, tool["name"], plain)
                 else:
                     kind = function.get("type") if isinstance(function, dict) else function
                     tools.ignored.append(f"tools.{kind}")
@@ -150,13 +161,22 @@ def read_items(ask: ResponsesRequest, store: ResponseStore, key: str) -> tuple[l
             "input has no item; without instructions or previous_response_id it must have one."
         )
         raise RequestError(message, param="input")
-    resolved = [
-        store.item(key, str(item.get("id")), param=f"input[{i}].id")
-        if isinstance(item, dict) and item.get("type") == "item_reference"
-        else item
-        for i, item in enumerate(items)
-    ]
-    return [*before, *resolved], len(before)
+    return [*before, *_resolved(items, store, key)], len(before)
+
+
+def _resolved(items: list[Any], store: ResponseStore, key: str) -> list[Any]:
+    """The items, with those that references name in their place."""
+    known: dict[str, dict[str, Any]] | None = None  # looked up once, however many references
+    resolved = []
+    for i, item in enumerate(items):
+        if isinstance(item, dict) and item.get("type") == "item_reference":
+            known = store.items(key) if known is None else known
+            id = item.get("id")
+            if not isinstance(id, str) or id not in known:
+                raise not_stored("item", id, f"input[{i}].id")
+            item = known[id]
+        resolved.append(item)
+    return resolved
 
 
 def read_input(
@@ -240,23 +260,38 @@ def _read_choice(choice: Any, tools: Tools) -> Any:
     if kind == "function":
         return _named(choice, tools)
     if kind == "allowed_tools":
-        allowed = choice.get("tools")
-        named = [
-            _named(tool, tools)
-            for tool in (allowed if isinstance(allowed, list) else ())
-            if isinstance(tool, dict) and tool.get("type") == "function"
-        ]
-        return {"type": kind, "allowed_tools": {"mode": choice.get("mode"), "tools": named}}
+        return _read_allowed(choice, tools)
     if isinstance(kind, str):
         message = (
             f"tool_choice forces a tool of type {shorten(kind)}, which this server cannot run."
         )
         raise RequestError(message, code="unsupported_parameter", param="tool_choice")
     if choice == "required" and tools.ignored and not tools.functions:
-        kinds = ", ".join(kind.removeprefix("tools.") for kind in tools.ignored[:5])
-        message = f"tool_choice is required, but this server can run none of the tools: {kinds}."
-        raise RequestError(message, code="unsupported_parameter", param="tool_choice")
+        raise _none_usable(kind.removeprefix("tools.") for kind in tools.ignored)
     return choice if tools.functions or choice != "auto" else None
+
+
+def _read_allowed(choice: dict[str, Any], tools: Tools) -> Any:
+    """The functions of a choice of allowed_tools; also in the form that a chat has."""
+    inner = choice.get("allowed_tools")
+    inner = inner if isinstance(inner, dict) else choice
+    mode, listed = inner.get("mode"), inner.get("tools")
+    allowed = listed if isinstance(listed, list) else []
+    kinds = [tool.get("type") if isinstance(tool, dict) else None for tool in allowed]
+    if kinds and all(isinstance(kind, str) and kind != "function" for kind in kinds):
+        if mode == "required":
+            raise _none_usable(kinds)
+        if mode == "auto":
+            return "none"
+    functions = compress(allowed, (kind == "function" for kind in kinds))
+    named = [_named(tool, tools) for tool in functions]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": named}}
+
+
+def _none_usable(kinds: Iterable[Any]) -> RequestError:
+    told = ", ".join(kind[:64] for kind in islice(kinds, 5))
+    message = f"tool_choice is required, but this server can run none of the tools: {told}."
+    return RequestError(message, code="unsupported_parameter", param="tool_choice")
 
 
 def _named(choice: dict[str, Any], tools: Tools) -> dict[str, Any]:

@@ -290,7 +290,7 @@ class Reasoning(Body):
 class ResponsesRequest(Sampling):
     """POST /v1/responses."""
 
-    input: Annotated[Any, BeforeValidator(_is_input)]
+    input: Annotated[Any, BeforeValidator(_is_input)] = Field(default=[])
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=2**63)] | None = None
     text: TextConfig | None = None

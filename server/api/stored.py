@@ -58,17 +58,18 @@ class ResponseStore:
         """Raises RequestError (404) if it is not there: never, or not any more."""
         self._expire()
         if id not in self._by_key.get(key, ()):
-            raise _missing("response", id, param)
+            raise not_stored("response", id, param)
         return self._by_key[key][id]
 
-    def item(self, key: str, id: str, *, param: str) -> dict[str, Any]:
-        """An input or output item of a stored response. Raises RequestError (404)."""
+    def items(self, key: str) -> dict[str, dict[str, Any]]:
+        """The input and output items of all stored responses, by id; the newest of an id."""
         self._expire()
-        for stored in reversed(self._by_key.get(key, OrderedDict()).values()):
-            for item in reversed(stored.items):
-                if item.get("id") == id:
-                    return dict(item)
-        raise _missing("item", id, param)
+        return {
+            item["id"]: item
+            for stored in self._by_key.get(key, OrderedDict()).values()
+            for item in stored.items
+            if isinstance(item.get("id"), str)
+        }
 
     def delete(self, key: str, id: str) -> None:
         """Raises RequestError (404)."""
@@ -88,7 +89,8 @@ class ResponseStore:
         self._sizes[key] -= self._by_key[key].pop(id).n_bytes
 
 
-def _missing(what: str, id: str, param: str | None) -> RequestError:
+def not_stored(what: str, id: Any, param: str | None) -> RequestError:
+    """The 404 of a response or an item."""
     message = (
         f"No {what} {shorten(id)} is stored. Responses are kept in memory for a limited time, and not "
         "over a restart of the server."

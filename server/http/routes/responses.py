@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fastapi import APIRouter, Request, Response
 
-from cflow.engine.base.messages import Delta, Progress
+from cflow.engine.base.messages import Progress
 from cflow.server.api import responses
 from cflow.server.api.admission import check_ready
 from cflow.server.api.generation import Generation
-from cflow.server.api.logprobs import chat_logprobs
+from cflow.server.api.logprobs import chat_logprobs, split_at_text
 from cflow.server.api.replies import Reply, read_replies
 from cflow.server.api.responses import (
     EventWriter,
@@ -86,7 +86,7 @@ class Telling:
         self._asked = asked
         self._generation, self._reply = generation, reply
         self._write = EventWriter(asked.tools)
-        self._logprobs: list[object] = []  # of tokens whose text is not certain yet
+        self._logprobs: list[dict[str, Any]] = []  # of tokens whose text is not certain yet
 
     async def events(self, response: responses.Response) -> Events:
         write = self._write
@@ -122,21 +122,23 @@ class Telling:
                 if isinstance(event, Progress):
                     continue
                 _, delta, pieces = event
-                logprobs = self._logprobs_of(delta)
+                if self._asked.chat.logprobs:
+                    tokenizer = self._service.engine.card.tokenizer
+                    self._logprobs += chat_logprobs(tokenizer, delta.logprobs)
                 for piece in pieces:
-                    for told in self._write.add(piece, logprobs if "content" in piece else []):
+                    for told in self._write.add(piece, self._logprobs_of(piece)):
                         yield told
-                    self._logprobs, logprobs = [], []
 
-    def _logprobs_of(self, delta: Delta) -> list[object]:
-        if self._asked.chat.logprobs:
-            tokenizer = self._service.engine.card.tokenizer
-            self._logprobs += chat_logprobs(tokenizer, delta.logprobs)
-        return self._logprobs
+    def _logprobs_of(self, piece: dict[str, Any]) -> list[dict[str, Any]]:
+        """Log-probabilities of the tokens of a piece, if it is text."""
+        if "content" not in piece or not self._logprobs:
+            return []
+        told, self._logprobs = split_at_text(self._logprobs, piece["content"])
+        return told
 
     def _ended(self, response: responses.Response) -> dict[str, object]:
         ended = response.ended(self._reply, self._write.items, self._generation)
-        if ended["store"]:
+        if ended["store"] and not self._generation.is_cancelled:
             items = [*self._asked.items, *self._write.items]
             self._service.responses.put(self._key, ended, items)
         return ended

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -15,15 +16,18 @@ from pydantic import TypeAdapter
 from cflow.engine.base.errors import EngineError
 from cflow.engine.base.messages import Delta, Progress
 from cflow.engine.text.dialect import HERMES, Dialect
+from cflow.server.api.stored import ResponseStore
 from harness.fake_engine import READY, Call, FakeEngine, deltas_of
-from harness.live import Live, error_of
+from harness.live import Live, error_of, request
 from harness.scripts import CALL, CALL_2, Template, say
+from harness.waiting import until
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 TOOLS = [
     {"type": "function", "name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
     {"type": "function", "name": "clock"},
 ]  # fmt: skip
+LEFT = 'http_requests_total{handler="/v1/responses",method="POST",status="4xx"}'
 Tell = Callable[..., Live]
 
 
@@ -197,7 +201,7 @@ def test_knobs_reach_the_engine(tell: Tell) -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"input": 5}, "input"), ({"input": []}, "input"),
+        ({"input": 5}, "input"), ({"input": []}, "input"), ({"input": None}, "input"),
         ({"input": [5]}, "input[0].type"), ({"input": [{"type": "computer_call"}]}, "input[0].type"),
         ({"input": [{"role": "wizard", "content": "x"}]}, "input[0].role"),
         ({"input": [{"role": "user"}], "instructions": "x"}, "input[0].content"),
@@ -219,6 +223,8 @@ def test_knobs_reach_the_engine(tell: Tell) -> None:
         ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "web_search"}}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": 5}}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [5]}}, "tool_choice"),
         ({"reasoning": {"effort": "lots"}}, "reasoning.effort"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "x"}}, "tool_choice"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
@@ -284,6 +290,18 @@ def test_f10_functions_of_a_namespace_are_functions(tell: Tell) -> None:
     assert sent["function"]["name"] == "get_weather"
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_f10_a_namespace_does_not_take_a_name(tell: Tell, is_first: bool) -> None:
+    live = tell(CALL + CALL_2.replace("clock", "n.clock"))
+    space = {"type": "namespace", "name": "n", "tools": [TOOLS[1]]}
+    tools = [space, *TOOLS] if is_first else [*TOOLS, space]
+    plain, spaced = ask(live, tools=tools).json()["output"]
+    assert (plain["name"], plain.get("namespace")) == ("get_weather", None)
+    assert (spaced["name"], spaced["namespace"]) == ("clock", "n")
+    names = {tool["function"]["name"] for tool in seen(live, "tools")}
+    assert names == {"get_weather", "clock", "n.clock"}
+
+
 def test_f10_two_functions_of_one_name_are_told_apart(tell: Tell) -> None:
     live = tell(CALL.replace("get_weather", "b.get_weather"))
     spaces = [{"type": "namespace", "name": name, "tools": [TOOLS[0]]} for name in ("a", "b")]
@@ -331,16 +349,54 @@ def test_f20_a_named_tool_in_both_forms(tell: Tell, choice: dict[str, Any]) -> N
     assert call["name"] == "clock"
 
 
+def test_f10_many_references_read_the_store_once(
+    tell: Tell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live = tell("x")
+    (item,) = ask(live).json()["output"]
+    reads, items = [], ResponseStore.items
+
+    def counted(store: ResponseStore, key: str) -> dict[str, dict[str, Any]]:
+        reads.append(key)
+        return items(store, key)
+
+    monkeypatch.setattr(ResponseStore, "items", counted)
+    body = ask(live, input=[{"type": "item_reference", "id": item["id"]}] * 100)
+    assert (body.status_code, len(reads)) == (200, 1)
+
+
 @pytest.mark.parametrize("mode", ["auto", "required"])
-def test_f21_only_allowed_tools_count(tell: Tell, mode: str) -> None:
-    allowed = [{"type": "function", "name": "clock"}]
-    choice = {"type": "allowed_tools", "mode": mode, "tools": allowed}
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_f21_only_allowed_tools_count(tell: Tell, mode: str, is_nested: bool) -> None:
+    allowed = [{"type": "web_search"}, {"type": "function", "name": "clock"}]
+    choice: dict[str, Any] = {"mode": mode, "tools": allowed}
+    choice = {"type": "allowed_tools"} | ({"allowed_tools": choice} if is_nested else choice)
     live = tell(CALL)  # a call of the other one
     body = ask(live, tools=TOOLS, tool_choice=choice).json()
     assert [item["type"] for item in body["output"]] == ["message"]
     assert [tool["function"]["name"] for tool in seen(live, "tools")] == ["clock"]
     grammar = live.engine.calls[-1].sampling.grammar
     assert (grammar is not None) == (mode == "required")
+
+
+def test_f21_where_none_of_the_allowed_can_run(tell: Tell) -> None:
+    live = tell(CALL)
+    choice = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "web_search"}]}
+    tools = [*HOSTED, *TOOLS]
+    (item,) = ask(live, tools=tools, tool_choice=choice).json()["output"]
+    assert item["type"] == "message"
+    assert live.engine.template.seen["tools"] is None
+    refused = ask(live, tools=tools, tool_choice=choice | {"mode": "required"})
+    assert refused.status_code == 400
+    assert "none of the tools: web_search" in error_of(refused)["message"]
+
+
+def test_f25_input_may_be_left_out_where_instructions_are_there(tell: Tell) -> None:
+    live = tell("x")
+    assert live.post("/v1/responses", {"instructions": "i"}).status_code == 200
+    assert seen(live) == [{"role": "system", "content": "i"}]
+    refused = live.post("/v1/responses", {})
+    assert (refused.status_code, error_of(refused)["param"]) == (400, "input")
 
 
 @pytest.mark.parametrize(
@@ -401,6 +457,22 @@ class TestStore:
         assert error_of(refused)["param"] == "previous_response_id"
         assert "response_memory" in error_of(refused)["message"]
 
+    def test_an_answer_that_nobody_waits_for_is_not_kept(
+        self, serve: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async def endless(call: Call) -> AsyncIterator[Delta | Progress]:
+            yield deltas_of(call, 0, b"Half", "length")[0]
+            await asyncio.Event().wait()
+
+        kept: list[Any] = []
+        monkeypatch.setattr(ResponseStore, "put", lambda *given: kept.append(given))
+        live: Live = serve(FakeEngine(script=endless))
+        sock = live.raw(request("POST", "/v1/responses", b'{"input": "hi"}'))
+        until(lambda: bool(live.engine.answers))
+        sock.close()
+        until(lambda: LEFT in live.client.get("/metrics").text)
+        assert kept == []
+
     def test_tokens_of_the_input_are_counted(self, tell: Tell) -> None:
         live = tell("x")
         first = ask(live).json()
@@ -424,6 +496,26 @@ def test_log_probabilities_belong_to_the_text(serve: Any) -> None:
     told = [event for event in stream(live, **fields) if event.type == "response.output_text.delta"]
     streamed = [entry for event in told for entry in event.logprobs]
     assert [entry.token for entry in streamed] == [entry["token"] for entry in part["logprobs"]]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<think>\nThree k.\n</think>\n\nk.", ["k."]),  # not the k of the reasoning or its mark
+        ("Look: Zürich.\n" + CALL, ["Look: Zürich."]),
+        (f"A {CALL}\n{CALL_2}\nmore", ["A", "more"]),
+        ('{"name": "other"}', ['{"name": "other"}']),  # held back, as it may become a call
+    ],
+)
+def test_log_probabilities_leave_marks_out(tell: Tell, text: str, expected: list[str]) -> None:
+    live = tell(text, thinks="<think>" in text)
+    fields = {"tools": TOOLS, "include": ["message.output_text.logprobs"]}
+    (*_, last) = stream(live, **fields)
+    for output in (ask(live, **fields).json()["output"], last.response.to_dict()["output"]):
+        parts = [item["content"][0] for item in output if item["type"] == "message"]
+        assert [part["text"] for part in parts] == expected
+        told = [b"".join(bytes(e["bytes"]) for e in part["logprobs"]).decode() for part in parts]
+        assert told == expected
 
 
 @pytest.mark.parametrize("end", [5, 15, 20, 60, len(CALL) + 5, len(CALL) + 20])

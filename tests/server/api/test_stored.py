@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from cflow.server.api.stored import ResponseStore
 from cflow.server.api.wire import encode
 from cflow.server.errors import RequestError
@@ -39,9 +37,17 @@ def test_a_key_sees_its_own_only() -> None:
     store.put("a", *response("1"))
     assert has(store, "a", "1")
     assert not has(store, "b", "1")
-    with pytest.raises(RequestError, match="No item"):
-        store.item("b", "item_1", param="x")
-    assert store.item("a", "item_1", param="x")["id"] == "item_1"
+    assert store.items("b") == {}
+    assert store.items("a") == {"item_1": {"id": "item_1", "text": ""}}
+
+
+def test_the_newest_item_of_an_id_counts() -> None:
+    store = ResponseStore(1000, 60)
+    for id, text in (("1", "old"), ("2", "new")):
+        store.put(
+            "a", {"id": id}, [{"id": "same", "text": text}, {"text": "without id"}, {"id": 5}]
+        )
+    assert store.items("a") == {"same": {"id": "same", "text": "new"}}
 
 
 def test_age_is_bounded() -> None:
