@@ -34,7 +34,7 @@ def describe(service: Service) -> dict[str, Any]:
             "n_ctx_train": card.trained_context,
             "n_params": card.n_params,
             "n_vocab": card.vocab_size,
-            "pooling": card.metadata.get("pooling"),
+            "pooling": card.pooling,
         },
     }
 

@@ -254,7 +254,7 @@ async def test_a_request_that_would_harm_others_is_refused(
 
 async def test_a_model_for_embeddings_generates_nothing() -> None:
     async with running() as engine:
-        engine.card = replace(CARD, metadata={"pooling": "last"})
+        engine.card = replace(CARD, pooling="last")
         with pytest.raises(EngineError, match="toy is a model for embeddings") as caught:
             await submit(engine, PROMPT, sampling=SHORT)
         assert caught.value.code == "invalid_request"
