@@ -33,6 +33,9 @@ class Header:
     embedding_scale: float
     final_norm_eps: float
     final_norm_offset: float
+    final_norm_kind: int
+    logit_scale: float
+    logit_cap: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,14 @@ class Layer:
     expert_anchor: int
     expert_delay: int
     residual_scale: float
+    norm_kind: int
+    norm_place: int
+    ungated: int
+    score_cap: float
+    rope_gain: float
+    query_growth: float
+    query_period: int
+    query_start: int
 
 
 @dataclass(frozen=True, slots=True)

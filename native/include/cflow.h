@@ -109,7 +109,10 @@ typedef struct {   /* file: the first 4096 bytes */
     float final_norm_eps;
     float final_norm_offset; /* 1: the norm multiplies by (1 + w); 0: by w */
     cflow_section sections[CFLOW_N_SECTIONS];
-    uint8_t reserved[3780];
+    uint32_t final_norm_kind; /* cflow_norm_kind */
+    float logit_scale;        /* multiplies the logits; 0 means 1 */
+    float logit_cap;          /* above 0: a logit x becomes cap * tanh(x / cap) */
+    uint8_t reserved[3768];
     uint32_t crc; /* CRC-32C of the first 4092 bytes */
 } cflow_header;
 
@@ -126,8 +129,18 @@ typedef enum {
 typedef enum {
     CFLOW_QK_NORM_NONE = 0,
     CFLOW_QK_NORM_HEAD = 1, /* RMSNorm over each head, weight (head_dim,) */
-    CFLOW_QK_NORM_FULL = 2  /* RMSNorm over the whole projection, weight (n_heads * head_dim,) */
+    CFLOW_QK_NORM_FULL = 2, /* RMSNorm over the whole projection, weight (n_heads * head_dim,) */
+    CFLOW_QK_NORM_ROTATED = 3 /* as HEAD, but after rotary embedding */
 } cflow_qk_norm;
+typedef enum {
+    CFLOW_NORM_RMS = 0,  /* x / sqrt(mean(x^2) + eps) * w */
+    CFLOW_NORM_LAYER = 1 /* (x - mean(x)) / sqrt(var(x) + eps) * w (+ bias) */
+} cflow_norm_kind;
+typedef enum {              /* where a layer norms, for attention and for the dense FFN */
+    CFLOW_NORM_BEFORE = 0,  /* the input: norm1, norm2 */
+    CFLOW_NORM_AFTER = 1,   /* the output, before it is added: post_norm1, post_norm2 */
+    CFLOW_NORM_AROUND = 2   /* both */
+} cflow_norm_place;
 typedef enum {
     CFLOW_SILU = 0,
     CFLOW_GELU_TANH = 1, /* x / (1 + exp(-2 sqrt(2/pi) (x + 0.044715 x^3))) */
@@ -173,7 +186,16 @@ typedef struct {    /* file: one layer, 192 bytes */
     uint32_t expert_anchor; /* cflow_source: input of router, experts and shared expert */
     uint32_t expert_delay;  /* expert output of layer l is added after layer l + delay */
     float residual_scale;   /* multiplies the output of attention and of the dense FFN */
-    uint32_t reserved[15];
+    uint32_t norm_kind;     /* cflow_norm_kind of norm1, norm2 and norm3 */
+    uint32_t norm_place;    /* cflow_norm_place; AFTER and AROUND without experts only */
+    uint32_t ungated;       /* 1: the dense FFN is down(act(up x)), without a gate */
+    float score_cap;        /* above 0: a scaled attention score s becomes cap * tanh(s / cap) */
+    float rope_gain;        /* multiplies cosines and sines; 0 means 1 */
+    float query_growth;     /* queries are multiplied, after rotary embedding, by 1 + growth *
+                               ln(1 + floor((position + start) / period)); 0: they are not */
+    uint32_t query_period;
+    uint32_t query_start;
+    uint32_t reserved[7];
 } cflow_layer;
 
 typedef enum {
@@ -204,7 +226,18 @@ typedef enum {
     CFLOW_EXPERT_GATE = 24,  /* these three are in every record, at an offset from its start */
     CFLOW_EXPERT_UP = 25,
     CFLOW_EXPERT_DOWN = 26,
-    CFLOW_N_ROLES = 27
+    CFLOW_POST_NORM1 = 27, /* vectors: of the output of attention, and of the dense FFN */
+    CFLOW_POST_NORM2 = 28,
+    CFLOW_NORM1_BIAS = 29, /* vectors, each optional; of layer norms */
+    CFLOW_NORM2_BIAS = 30,
+    CFLOW_FINAL_NORM_BIAS = 31,
+    CFLOW_GATE_BIAS = 32, /* vectors, each optional; of the dense FFN */
+    CFLOW_UP_BIAS = 33,
+    CFLOW_DOWN_BIAS = 34,
+    CFLOW_ROPE_DIVISORS = 35,      /* vector (rope_dim / 2,), optional: divides the frequencies */
+    CFLOW_ROPE_DIVISORS_LONG = 36, /* the same, optional, for contexts that are longer than
+                                      rope_original_context */
+    CFLOW_N_ROLES = 37
 } cflow_role;
 
 typedef struct {            /* file: 48 bytes */

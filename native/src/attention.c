@@ -19,13 +19,23 @@ static double scaled_frequency(const cflow_layer *l, double frequency) {
     return (1 - blend) * frequency / l->rope_factor + blend * frequency;
 }
 
-void rope_table(const cflow_layer *l, uint32_t context, float *table) {
+const float *rope_divisors(const model_weights *m, uint32_t layer, uint32_t context) {
+    const matrix *of_all = model_matrix(m, layer, CFLOW_ROPE_DIVISORS);
+    const matrix *of_long = model_matrix(m, layer, CFLOW_ROPE_DIVISORS_LONG);
+    const int is_long = context > model_layer(m, layer)->rope_original_context;
+    const matrix *chosen = is_long && of_long->n_cols ? of_long : of_all;
+    return chosen->n_cols && !m->header_only ? matrix_vector(chosen) : NULL;
+}
+
+void rope_table(const cflow_layer *l, const float *divisors, uint32_t context, float *table) {
     const uint32_t half = l->rope_dim / 2;
+    const double gain = l->rope_gain > 0 ? l->rope_gain : 1;
     for (uint32_t i = 0; i < half; i++) {
-        const double f = scaled_frequency(l, pow(l->rope_base, -2.0 * i / l->rope_dim));
+        double f = scaled_frequency(l, pow(l->rope_base, -2.0 * i / l->rope_dim));
+        if (divisors) f /= divisors[i];
         for (uint32_t p = 0; p < context; p++) {
-            table[(size_t)p * 2 * half + i] = (float)cos(p * f);
-            table[(size_t)p * 2 * half + half + i] = (float)sin(p * f);
+            table[(size_t)p * 2 * half + i] = (float)(gain * cos(p * f));
+            table[(size_t)p * 2 * half + half + i] = (float)(gain * sin(p * f));
         }
     }
 }
@@ -124,20 +134,34 @@ static float inverse_rms(const cflow_ctx *ctx, const float *x, uint32_t n, float
 }
 
 /* Norms and rotates head `head` of a projection x (n_heads, head_dim) into out (head_dim,). */
+static void norm_head(const cflow_ctx *ctx, const cflow_layer *l, const float *x,
+                      const matrix *weight, float *out) {
+    ctx->k.scale_weight(x, inverse_rms(ctx, x, l->head_dim, l->norm_eps), matrix_vector(weight),
+                        l->norm_offset, l->head_dim, out);
+}
+
 static void prepare_head(const cflow_ctx *ctx, const cflow_layer *l, const float *x,
                          uint32_t n_heads, uint32_t head, const matrix *weight, const float *table,
                          float *out) {
     const uint32_t n = l->head_dim;
     const float *from = x + head * n;
     if (l->qk_norm == CFLOW_QK_NORM_HEAD)
-        ctx->k.scale_weight(from, inverse_rms(ctx, from, n, l->norm_eps), matrix_vector(weight),
-                            l->norm_offset, n, out);
+        norm_head(ctx, l, from, weight, out);
     else if (l->qk_norm == CFLOW_QK_NORM_FULL)
         ctx->k.scale_weight(from, inverse_rms(ctx, x, n_heads * n, l->norm_eps),
                             matrix_vector(weight) + head * n, l->norm_offset, n, out);
     else
         memcpy(out, from, n * sizeof *out);
     rotate(l, table, out);
+    if (l->qk_norm == CFLOW_QK_NORM_ROTATED) norm_head(ctx, l, out, weight, out);
+}
+
+/* Multiplies a query by its growth with the position (Llama 4's attention temperature). */
+static void grow_query(const cflow_ctx *ctx, const cflow_layer *l, uint32_t position, float *q) {
+    if (!(l->query_growth > 0)) return;
+    const uint32_t periods = (position + l->query_start) / l->query_period;
+    const float scale = (float)(1 + (double)l->query_growth * log1p(periods));
+    ctx->k.scale_weight(q, scale, NULL, 0, l->head_dim, q);
 }
 
 span kv_span(const cflow_ctx *ctx, const op *o) {
@@ -156,10 +180,12 @@ static void kv_unit(const cflow_ctx *ctx, const op *o, uint32_t row, uint32_t he
     const uint32_t n = l->head_dim, group = l->n_heads / l->n_kv_heads;
     const float *table =
         ctx->rope[layer] ? ctx->rope[layer] + (size_t)r->position * l->rope_dim : NULL;
-    for (uint32_t i = head * group; i < (head + 1) * group; i++)
+    for (uint32_t i = head * group; i < (head + 1) * group; i++) {
+        float *out = q_rot->f + row * q_rot->ld + i * n;
         prepare_head(ctx, l, q->f + row * q->ld, l->n_heads, i,
-                     model_matrix(ctx->weights, layer, CFLOW_Q_NORM), table,
-                     q_rot->f + row * q_rot->ld + i * n);
+                     model_matrix(ctx->weights, layer, CFLOW_Q_NORM), table, out);
+        grow_query(ctx, l, (uint32_t)r->position, out);
+    }
     prepare_head(ctx, l, k->f + row * k->ld, l->n_kv_heads, head,
                  model_matrix(ctx->weights, layer, CFLOW_K_NORM), table, scratch);
     const float *v_head = v->f + row * v->ld + head * n;
@@ -345,6 +371,7 @@ static void attend_part(const cflow_ctx *ctx, const op *o, uint32_t row, uint32_
         .first = first,
         .end = end,
         .scale = l->attention_scale,
+        .cap = l->score_cap,
         .kv_type = (cflow_kv_type)ctx->options.kv_type,
         .o = out.o,
         .m = out.m,

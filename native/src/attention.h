@@ -9,8 +9,11 @@ enum {
     CUT_UNITS = 4       /* rows are cut into parts when a thread has fewer units of attention */
 };
 
+/* The divisors (rope_dim / 2,) of a layer's frequencies in contexts of up to `context` positions;
+ * NULL: there are none. */
+const float *rope_divisors(const model_weights *m, uint32_t layer, uint32_t context);
 /* Fills table (context, rope_dim): for each position rope_dim / 2 cosines, then as many sines. */
-void rope_table(const cflow_layer *l, uint32_t context, float *table);
+void rope_table(const cflow_layer *l, const float *divisors, uint32_t context, float *table);
 /* Bytes of one KV head of a layer in a KV block, a multiple of 64. */
 size_t kv_head_bytes(const cflow_layer *l, int32_t kv_type);
 

@@ -208,11 +208,14 @@ static cflow_status check_header_fields(const cflow_header *h, cflow_error *err)
         FIELD(n_tensors, 1, (MAX_LAYERS + 1) * CFLOW_N_ROLES),
         FIELD(n_records, 0, MAX_LAYERS * MAX_EXPERTS),
         FIELD(tied, 0, 1),
+        FIELD(final_norm_kind, CFLOW_NORM_RMS, CFLOW_NORM_LAYER),
     };
     cflow_status s = check_counts("header", h, rules, sizeof rules / sizeof *rules, err);
     if (!s) s = check_float("header", "embedding_scale", h->embedding_scale, FLT_MIN, err);
     if (!s) s = check_float("header", "final_norm_eps", h->final_norm_eps, 0, err);
     if (!s) s = check_offset("header", "final_norm_offset", h->final_norm_offset, err);
+    if (!s) s = check_float("header", "logit_scale", h->logit_scale, 0, err);
+    if (!s) s = check_float("header", "logit_cap", h->logit_cap, 0, err);
     if (!s) s = check_zero("header", h->reserved, sizeof h->reserved, err);
     if (!s && h->n_tokens > h->vocab_size)
         s = fail(err, CFLOW_EFORMAT, "header: n_tokens %u exceeds vocab_size %u", h->n_tokens,
@@ -245,7 +248,7 @@ static const count_rule layer_rules[] = {
     FIELD(n_heads, 1, MAX_WIDTH),
     FIELD(n_kv_heads, 1, MAX_WIDTH),
     FIELD(head_dim, 1, MAX_HEAD_DIM),
-    FIELD(qk_norm, CFLOW_QK_NORM_NONE, CFLOW_QK_NORM_FULL),
+    FIELD(qk_norm, CFLOW_QK_NORM_NONE, CFLOW_QK_NORM_ROTATED),
     FIELD(v_norm, 0, 1),
     FIELD(rope_kind, CFLOW_ROPE_NONE, CFLOW_ROPE_INTERLEAVED),
     FIELD(rope_dim, 0, MAX_HEAD_DIM),
@@ -261,6 +264,10 @@ static const count_rule layer_rules[] = {
     FIELD(dense_source, CFLOW_POST_ATTENTION, CFLOW_X_IN_PREVIOUS),
     FIELD(expert_anchor, CFLOW_POST_ATTENTION, CFLOW_X_IN),
     FIELD(expert_delay, 0, MAX_LAYERS),
+    FIELD(norm_kind, CFLOW_NORM_RMS, CFLOW_NORM_LAYER),
+    FIELD(norm_place, CFLOW_NORM_BEFORE, CFLOW_NORM_AROUND),
+    FIELD(ungated, 0, 1),
+    FIELD(query_start, 0, MAX_CONTEXT),
 };
 static const count_rule expert_rules[] = {
     FIELD(top_k, 1, MAX_EXPERTS),
@@ -276,7 +283,13 @@ static cflow_status check_heads(const char *where, const cflow_layer *l, cflow_e
     if ((uint64_t)l->n_heads * l->head_dim > MAX_WIDTH)
         return fail(err, CFLOW_EFORMAT, "%s: %u heads of %u dimensions are wider than %d", where,
                     l->n_heads, l->head_dim, MAX_WIDTH);
-    return check_float(where, "attention_scale", l->attention_scale, FLT_MIN, err);
+    cflow_status s = check_float(where, "attention_scale", l->attention_scale, FLT_MIN, err);
+    if (!s) s = check_float(where, "score_cap", l->score_cap, 0, err);
+    if (!s) s = check_float(where, "query_growth", l->query_growth, 0, err);
+    if (!s && l->query_growth > 0 && !l->query_period)
+        s = fail(err, CFLOW_EFORMAT, "%s: query_period is 0; with query_growth it must be above 0",
+                 where);
+    return s;
 }
 
 static cflow_status check_rope(const char *where, const cflow_layer *l, cflow_error *err) {
@@ -285,6 +298,7 @@ static cflow_status check_rope(const char *where, const cflow_layer *l, cflow_er
         return fail(err, CFLOW_EFORMAT, "%s: rope_dim is %u; it must be even, 2 to head_dim %u",
                     where, l->rope_dim, l->head_dim);
     cflow_status s = check_float(where, "rope_base", l->rope_base, FLT_MIN, err);
+    if (!s) s = check_float(where, "rope_gain", l->rope_gain, 0, err);
     if (!s && l->rope_scaling != CFLOW_ROPE_PLAIN)
         s = check_float(where, "rope_factor", l->rope_factor, FLT_MIN, err);
     if (s || l->rope_scaling != CFLOW_ROPE_LLAMA3) return s;
@@ -302,6 +316,9 @@ static cflow_status check_experts(const char *where, const cflow_layer *l, cflow
     if (!l->n_experts && (l->d_shared || l->shared_gate))
         return fail(err, CFLOW_EFORMAT, "%s: it has a shared expert but no experts", where);
     if (!l->n_experts) return CFLOW_OK;
+    if (l->norm_place != CFLOW_NORM_BEFORE)
+        return fail(err, CFLOW_EFORMAT, "%s: norm_place is %u; with experts it must be %d", where,
+                    l->norm_place, CFLOW_NORM_BEFORE);
     if (l->shared_gate && !l->d_shared)
         return fail(err, CFLOW_EFORMAT, "%s: shared_gate is 1, but it has no shared expert", where);
     cflow_status s =

@@ -70,8 +70,12 @@ static void lay_buffers(cflow_ctx *ctx, layout *l) {
 }
 
 /* Whether two layers can share a table. */
-static int same_rope(const cflow_layer *a, const cflow_layer *b) {
-    return a->rope_dim == b->rope_dim && a->rope_base == b->rope_base &&
+static int same_rope(const model_weights *m, uint32_t context, uint32_t one, uint32_t other) {
+    const cflow_layer *a = model_layer(m, one), *b = model_layer(m, other);
+    const float *divisors = rope_divisors(m, one, context), *others = rope_divisors(m, other, context);
+    if (!divisors != !others || a->rope_dim != b->rope_dim) return 0;
+    if (divisors && memcmp(divisors, others, a->rope_dim / 2 * sizeof *divisors)) return 0;
+    return a->rope_gain == b->rope_gain && a->rope_dim == b->rope_dim && a->rope_base == b->rope_base &&
            a->rope_scaling == b->rope_scaling && a->rope_factor == b->rope_factor &&
            a->rope_low_freq == b->rope_low_freq && a->rope_high_freq == b->rope_high_freq &&
            a->rope_original_context == b->rope_original_context;
@@ -80,17 +84,18 @@ static int same_rope(const cflow_layer *a, const cflow_layer *b) {
 static void lay_rope(cflow_ctx *ctx, layout *l) {
     const model_weights *m = ctx->weights;
     const float **tables = take(l, m->header.n_layers, sizeof *tables);
+    const uint32_t context = (uint32_t)ctx->options.max_context;
     for (uint32_t i = 0; i < m->header.n_layers; i++) {
         const cflow_layer *layer = model_layer(m, i);
         if (layer->rope_kind == CFLOW_ROPE_NONE) continue;
         uint32_t same = 0;
         while (same < i && (model_layer(m, same)->rope_kind == CFLOW_ROPE_NONE ||
-                            !same_rope(layer, model_layer(m, same))))
+                            !same_rope(m, context, i, same)))
             same++;
         float *table = NULL;
         if (same == i)
-            table = take(l, (size_t)ctx->options.max_context * layer->rope_dim, sizeof(float));
-        if (table) rope_table(layer, (uint32_t)ctx->options.max_context, table);
+            table = take(l, (size_t)context * layer->rope_dim, sizeof(float));
+        if (table) rope_table(layer, rope_divisors(m, i, context), context, table);
         if (tables) tables[i] = same == i ? table : tables[same];
     }
     ctx->rope = tables;
@@ -194,7 +199,7 @@ static uint64_t most_units(const model_weights *m, const cflow_ctx_options *opti
         for (uint32_t i = 0; i < o->n_pieces; i++) units += matrix_units(o->pieces[i].w);
         return units;
     case OP_GATED:
-        return matrix_units(o->gate);
+        return matrix_units(o->gated.up);
     case OP_KV:
         return rows * model_layer(m, (uint32_t)o->layer)->n_kv_heads;
     case OP_ATTEND:

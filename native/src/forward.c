@@ -25,7 +25,7 @@ static span span_of(const cflow_ctx *ctx, const op *o, uint32_t index) {
     case OP_MATMUL:
         return matrix_span(o->pieces[index].w, m * matrix_unit_bytes(o->pieces[index].w));
     case OP_GATED:
-        return matrix_span(o->gate, m * (matrix_unit_bytes(o->gate) + matrix_unit_bytes(o->up)));
+        return gated_span(&o->gated, m);
     case OP_KV:
         return kv_span(ctx, o);
     case OP_ATTEND:

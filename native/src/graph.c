@@ -2,7 +2,7 @@
 
 #include <stdio.h>
 
-enum { OPS_PER_LAYER = 18, VALUES_PER_LAYER = 32, TERMS_PER_LAYER = 6 };
+enum { OPS_PER_LAYER = 18, VALUES_PER_LAYER = 34, TERMS_PER_LAYER = 6 };
 
 typedef struct {      /* routed experts, as values */
     uint32_t each;    /* what each expert of a row yields; NO_VALUE: there are none */
@@ -60,10 +60,15 @@ static void read_by(builder *b, uint32_t v, const matrix *w) {
     if (w->encoding > CFLOW_BF16) b->g->values[v].quantized = 1;
 }
 
+/* w, or NULL if the file has no such tensor. */
+static const matrix *if_present(const matrix *w) {
+    return w->n_cols ? w : NULL;
+}
+
 static void add_piece(builder *b, op *o, const matrix *w, const matrix *bias, const char *what) {
     piece *one = &o->pieces[o->n_pieces++];
     one->w = w;
-    one->bias = bias && bias->data ? bias : NULL;
+    one->bias = bias ? if_present(bias) : NULL;
     one->out = make(b, o, (uint32_t)o->layer, what, w->n_rows);
     o->bytes += matrix_bytes(w);
     read_by(b, o->in[0], w);
@@ -88,22 +93,34 @@ static term *add_term(builder *b, op *o, uint32_t v, float scale) {
 }
 
 /* The norm of a stream: computed by the op that makes the stream, once per weight. */
-static uint32_t norm_of(builder *b, uint32_t stream, const matrix *weight, float eps, float offset,
-                        uint32_t layer, const char *what) {
+static uint32_t norm_of(builder *b, uint32_t stream, norm_weights w, uint32_t layer,
+                        const char *what) {
     op *o = maker(b, stream);
-    for (uint32_t i = 0; i < o->n_norms; i++)
-        if (o->norms[i].weight == weight && o->norms[i].eps == eps && o->norms[i].offset == offset)
+    for (uint32_t i = 0; i < o->n_norms; i++) {
+        const norm_weights *made = &o->norms[i].weights;
+        if (made->weight == w.weight && made->eps == w.eps && made->offset == w.offset)
             return o->norms[i].out;
+    }
     const uint32_t v = make(b, o, layer, what, b->m->header.d_model);
-    o->norms[o->n_norms++] = (norm){.weight = weight, .eps = eps, .offset = offset, .out = v};
+    o->norms[o->n_norms++] = (norm){.weights = w, .out = v};
     return v;
+}
+
+/* The norm of role `weight`; no norm if the layer has none there. */
+static norm_weights norm_in_layer(const builder *b, uint32_t layer, cflow_role weight) {
+    const cflow_layer *l = model_layer(b->m, layer);
+    norm_weights w = {.weight = if_present(model_matrix(b->m, layer, weight)),
+                      .kind = (cflow_norm_kind)l->norm_kind,
+                      .eps = l->norm_eps,
+                      .offset = l->norm_offset};
+    if (weight == CFLOW_NORM1) w.bias = if_present(model_matrix(b->m, layer, CFLOW_NORM1_BIAS));
+    if (weight == CFLOW_NORM2) w.bias = if_present(model_matrix(b->m, layer, CFLOW_NORM2_BIAS));
+    return w;
 }
 
 static uint32_t layer_norm(builder *b, uint32_t stream, uint32_t layer, cflow_role role,
                            const char *what) {
-    const cflow_layer *l = model_layer(b->m, layer);
-    return norm_of(b, stream, model_matrix(b->m, layer, role), l->norm_eps, l->norm_offset, layer,
-                   what);
+    return norm_of(b, stream, norm_in_layer(b, layer, role), layer, what);
 }
 
 static uint32_t expert_norm(builder *b, uint32_t stream, uint32_t layer, const char *what) {
@@ -141,31 +158,56 @@ static uint32_t build_attention(builder *b, uint32_t layer) {
     return o->pieces[0].out;
 }
 
+/* Adds the output v of a sublayer, normed by `role` where the layer has one. */
+static void add_sublayer(builder *b, op *o, uint32_t layer, uint32_t v, cflow_role role,
+                         const char *what) {
+    term *t = add_term(b, o, v, model_layer(b->m, layer)->residual_scale);
+    t->norm = norm_in_layer(b, layer, role);
+    if (t->norm.weight) t->sum = make(b, o, layer, what, b->m->header.d_model);
+}
+
 typedef struct { /* names of a gated FFN's two ops and of what they make */
     const char *gate_up, *hidden, *down, *out;
 } ffn_names;
 
-/* x: the FFN's input. gate: its role; up and down have the next two. */
-static uint32_t build_ffn(builder *b, op_part part, uint32_t layer, uint32_t x, cflow_role gate,
-                          const ffn_names *names) {
+/* The part's matrix of a role, or NULL. */
+static const matrix *find_matrix(const builder *b, uint32_t layer, cflow_role role) {
+    return if_present(model_matrix(b->m, layer, role));
+}
+
+/* x: the FFN's input. down_bias: NULL for none. */
+static uint32_t build_ffn(builder *b, op_part part, uint32_t layer, uint32_t x, gated_weights w,
+                          const matrix *down, const matrix *down_bias, const ffn_names *names) {
     op *gated = new_op(b, OP_GATED, part, layer, names->gate_up);
     gated->in[0] = x;
-    gated->gate = model_matrix(b->m, layer, gate);
-    gated->up = model_matrix(b->m, layer, gate + 1);
-    gated->out[0] = make(b, gated, layer, names->hidden, gated->gate->n_rows);
-    gated->bytes = matrix_bytes(gated->gate) + matrix_bytes(gated->up);
-    read_by(b, x, gated->gate);
-    read_by(b, x, gated->up);
-    op *down = new_op(b, OP_MATMUL, part, layer, names->down);
-    down->in[0] = gated->out[0];
-    add_piece(b, down, model_matrix(b->m, layer, gate + 2), NULL, names->out);
-    return down->pieces[0].out;
+    gated->gated = w;
+    gated->out[0] = make(b, gated, layer, names->hidden, w.up->n_rows);
+    gated->bytes = (w.gate ? matrix_bytes(w.gate) : 0) + matrix_bytes(w.up);
+    if (w.gate) read_by(b, x, w.gate);
+    read_by(b, x, w.up);
+    op *last = new_op(b, OP_MATMUL, part, layer, names->down);
+    last->in[0] = gated->out[0];
+    add_piece(b, last, down, down_bias, names->out);
+    return last->pieces[0].out;
 }
 
 static uint32_t build_dense(builder *b, uint32_t layer, uint32_t stream) {
     static const ffn_names names = {"gate_up", "hidden", "down", "dense_out"};
-    return build_ffn(b, PART_DENSE, layer, layer_norm(b, stream, layer, CFLOW_NORM2, "norm2"),
-                     CFLOW_GATE, &names);
+    const uint32_t x = layer_norm(b, stream, layer, CFLOW_NORM2, "norm2");
+    const gated_weights w = {find_matrix(b, layer, CFLOW_GATE), find_matrix(b, layer, CFLOW_UP),
+                             find_matrix(b, layer, CFLOW_GATE_BIAS),
+                             find_matrix(b, layer, CFLOW_UP_BIAS)};
+    return build_ffn(b, PART_DENSE, layer, x, w, model_matrix(b->m, layer, CFLOW_DOWN),
+                     find_matrix(b, layer, CFLOW_DOWN_BIAS), &names);
+}
+
+static uint32_t build_shared(builder *b, uint32_t layer, uint32_t x) {
+    static const ffn_names names = {"shared_gate_up", "shared_hidden", "shared_down",
+                                    "shared_out"};
+    const gated_weights w = {.gate = model_matrix(b->m, layer, CFLOW_SHARED_GATE),
+                             .up = model_matrix(b->m, layer, CFLOW_SHARED_UP)};
+    return build_ffn(b, PART_EXPERTS, layer, x, w, model_matrix(b->m, layer, CFLOW_SHARED_DOWN),
+                     NULL, &names);
 }
 
 /* ---- experts ---- */
@@ -248,8 +290,6 @@ static routed build_chosen(builder *b, const op *select, int is_late, uint32_t x
 
 /* Router, selection, shared and routed experts of a layer that reads `stream`. */
 static void build_experts(builder *b, uint32_t layer, uint32_t stream, const char *norm_name) {
-    static const ffn_names shared_names = {"shared_gate_up", "shared_hidden", "shared_down",
-                                           "shared_out"};
     const cflow_layer *l = model_layer(b->m, layer);
     const uint32_t n_late = layer + 1 < b->m->header.n_layers ? b->options.defer : 0;
     const uint32_t x = expert_norm(b, stream, layer, norm_name);
@@ -261,8 +301,7 @@ static void build_experts(builder *b, uint32_t layer, uint32_t stream, const cha
         made->shared_scale = route->pieces[1].out;
     }
     op *select = build_select(b, layer, route->pieces[0].out);
-    if (l->d_shared)
-        made->shared = build_ffn(b, PART_EXPERTS, layer, x, CFLOW_SHARED_GATE, &shared_names);
+    if (l->d_shared) made->shared = build_shared(b, layer, x);
     made->now = build_chosen(b, select, 0, x, l->top_k - n_late);
     if (!n_late) return;
     select_late(b, select);
@@ -309,7 +348,7 @@ static uint32_t build_mid(builder *b, uint32_t layer, uint32_t attention) {
     const int experts_read = l->n_experts && l->expert_anchor == CFLOW_POST_ATTENTION;
     if (!dense_reads && !experts_read) return NO_VALUE;
     op *mid = new_combine(b, layer, "x_mid", b->streams[layer]);
-    add_term(b, mid, attention, l->residual_scale);
+    add_sublayer(b, mid, layer, attention, CFLOW_POST_NORM1, "post_norm1");
     return mid->out[0];
 }
 
@@ -321,12 +360,12 @@ static uint32_t source_stream(const builder *b, uint32_t layer, uint32_t source,
 /* The layer's output: its stream, attention unless x_mid has it, dense output, landing experts. */
 static uint32_t build_output(builder *b, uint32_t layer, uint32_t x_mid, uint32_t attention,
                              uint32_t dense) {
-    const float scale = model_layer(b->m, layer)->residual_scale;
     const int is_last = layer + 1 == b->m->header.n_layers;
     op *out = new_combine(b, layer + 1, is_last ? "x_out" : "x_in",
                           x_mid == NO_VALUE ? b->streams[layer] : x_mid);
-    if (x_mid == NO_VALUE) add_term(b, out, attention, scale);
-    if (dense != NO_VALUE) add_term(b, out, dense, scale);
+    if (x_mid == NO_VALUE)
+        add_sublayer(b, out, layer, attention, CFLOW_POST_NORM1, "post_norm1");
+    if (dense != NO_VALUE) add_sublayer(b, out, layer, dense, CFLOW_POST_NORM2, "post_norm2");
     for (uint32_t from = 0; from <= layer; from++) add_experts(b, out, from, layer);
     return out->out[0];
 }
@@ -352,8 +391,13 @@ static void build_layers(builder *b) {
     const cflow_header *h = &b->m->header;
     b->streams[0] = new_combine(b, 0, "x_in", NO_VALUE)->out[0];
     for (uint32_t layer = 0; layer < h->n_layers; layer++) build_layer(b, layer);
-    b->g->final_norm = norm_of(b, b->streams[h->n_layers], &b->m->global[CFLOW_FINAL_NORM],
-                               h->final_norm_eps, h->final_norm_offset, h->n_layers, "final_norm");
+    const norm_weights final = {.weight = &b->m->global[CFLOW_FINAL_NORM],
+                                .bias = if_present(&b->m->global[CFLOW_FINAL_NORM_BIAS]),
+                                .kind = (cflow_norm_kind)h->final_norm_kind,
+                                .eps = h->final_norm_eps,
+                                .offset = h->final_norm_offset};
+    b->g->final_norm =
+        norm_of(b, b->streams[h->n_layers], final, h->n_layers, "final_norm");
     read_by(b, b->g->final_norm, head_matrix(b->m));
 }
 

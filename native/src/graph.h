@@ -52,20 +52,32 @@ typedef struct {        /* one matrix of OP_MATMUL */
     uint32_t out;
 } piece;
 
-typedef struct { /* what OP_COMBINE adds: scale * value */
+typedef struct {
+    const matrix *weight; /* vector; NULL: none, the input as it is */
+    const matrix *bias;   /* vector, or NULL */
+    cflow_norm_kind kind;
+    float eps, offset;
+} norm_weights;
+
+typedef struct { /* what OP_COMBINE adds: scale * norm(value) */
     uint32_t value;
     float scale;
-    uint32_t weights; /* NO_VALUE, or the weight of each of the value's per_row vectors: they are
-                         summed by rank into `sum`, which is added */
-    uint32_t sum;
+    norm_weights norm;
+    uint32_t weights; /* NO_VALUE, or the weight of each of the value's per_row vectors, which are
+                         summed by rank */
+    uint32_t sum;     /* the sum or the normed vector that is added; NO_VALUE: value itself */
     uint32_t gate; /* NO_VALUE, or scale is multiplied by sigmoid(first float of this value) */
 } term;
 
-typedef struct {          /* a norm of the stream that OP_COMBINE makes */
-    const matrix *weight; /* vector */
-    float eps, offset;
+typedef struct { /* a norm of the stream that OP_COMBINE makes */
+    norm_weights weights;
     uint32_t out;
 } norm;
+
+typedef struct { /* the matrices of OP_GATED, and their biases or NULL */
+    const matrix *gate, *up; /* no gate: hidden = act(up x) */
+    const matrix *gate_bias, *up_bias;
+} gated_weights;
 
 /* Which term of the closed form an op's bytes belong to. The critical path leaves routers out. */
 typedef enum {
@@ -90,8 +102,8 @@ typedef struct {
     uint32_t out[N_OUT];
     piece pieces[MAX_PIECES]; /* OP_MATMUL */
     uint32_t n_pieces;
-    const matrix *gate, *up; /* OP_GATED */
-    uint32_t lands;          /* OP_EXPERT_GATED: the layer whose output the experts join */
+    gated_weights gated;      /* OP_GATED */
+    uint32_t lands;           /* OP_EXPERT_GATED: the layer whose output the experts join */
     uint32_t base;           /* OP_COMBINE: the stream it continues; NO_VALUE: the embedding */
     term *terms;             /* OP_COMBINE: in the order of addition */
     uint32_t n_terms;

@@ -6,11 +6,31 @@
 
 enum { HEAD_PHASES = 2 }; /* of a batch: the product, then what needs its logits */
 
+/* y = cap * tanh(y / cap), as attend in kernels.h caps scores. */
+static void cap_logits(const cflow_ctx *ctx, float cap, uint32_t n, float *y) {
+    float e[UNIT];
+    for (uint32_t i = 0; i < n; i += UNIT) {
+        for (uint32_t j = 0; j < UNIT; j++) e[j] = y[i + j] * (2 / cap);
+        ctx->k.exp_shifted(e, UNIT, 0, e);
+        for (uint32_t j = 0; j < UNIT; j++) y[i + j] = cap - 2 * cap / (1.0f + e[j]);
+    }
+}
+
+/* Scales and caps n logits. */
+static void finish_logits(const cflow_ctx *ctx, uint32_t n, float *y) {
+    const cflow_header *h = &ctx->weights->header;
+    if (h->logit_scale > 0)
+        for (uint32_t i = 0; i < n; i++) y[i] *= h->logit_scale;
+    if (h->logit_cap > 0) cap_logits(ctx, h->logit_cap, n, y);
+}
+
 static void compute_logits(cflow_ctx *ctx, const int32_t *rows, uint32_t n, float *y,
                            uint32_t first, uint32_t end) {
     const buffer *x = ctx_buffer(ctx, ctx->plan->final_norm);
     multiply(ctx, head_matrix(ctx->weights), first, end, buffer_activations(x), rows, n, NULL,
              y + first * UNIT, ctx->vocab_ld);
+    for (uint32_t i = 0; i < n; i++)
+        finish_logits(ctx, (end - first) * UNIT, y + i * ctx->vocab_ld + first * UNIT);
 }
 
 /* Fails the row of logits i if they are not all finite. */

@@ -45,6 +45,7 @@ typedef struct {
     uint32_t n_heads, head_dim;
     uint32_t first, end; /* attends to positions first <= p < end */
     float scale;
+    float cap; /* 0: none */
     cflow_kv_type kv_type;
     float *o;       /* (n_heads, head_dim) */
     float *m, *l;   /* (n_heads,) the largest score; the sum of exp(score - m) */
@@ -88,6 +89,7 @@ typedef struct {
 
     /* Online softmax over blocks of 32 positions in rising order:
      *   s[p] = (sum over d in order of fma(q[d], K[d][p], .)) * scale (q8: then * K scale[p]);
+     *   with a cap, s = cap - (2 cap) / (1 + exp(s * (2 / cap))), which is cap * tanh(s / cap);
      *   positions outside [first, end) get -inf
      *   m' = max(m, max s); c = exp(m - m'); w[p] = exp(s[p] - m')
      *   l = fma(l, c, 16-lane sum of (w[p] + w[p+16]));

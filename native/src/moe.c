@@ -225,6 +225,7 @@ void expert_run(const cflow_ctx *ctx, const op *o, uint32_t index, uint32_t firs
     }
     const matrix gate = op_matrix(ctx, o, e, CFLOW_EXPERT_GATE);
     const matrix up = op_matrix(ctx, o, e, CFLOW_EXPERT_UP);
-    multiply_gated(ctx, model_layer(ctx->weights, (uint32_t)o->layer), &gate, &up, first, end, x,
-                   rows, e->n, outputs, y, thread);
+    multiply_gated(ctx, model_layer(ctx->weights, (uint32_t)o->layer),
+                   (gated_weights){.gate = &gate, .up = &up}, first, end, x, rows, e->n, outputs, y,
+                   thread);
 }

@@ -26,19 +26,27 @@ static void append_op(reading *r, const op *o) {
     switch (o->kind) {
     case OP_COMBINE:
         if (o->base == NO_VALUE && !r->m->header.tied) append(r, &r->m->global[CFLOW_EMBEDDING]);
-        for (uint32_t i = 0; i < o->n_norms; i++) append(r, o->norms[i].weight);
+        for (uint32_t i = 0; i < o->n_terms; i++) append(r, o->terms[i].norm.weight);
+        for (uint32_t i = 0; i < o->n_norms; i++) {
+            append(r, o->norms[i].weights.weight);
+            append(r, o->norms[i].weights.bias);
+        }
         break;
     case OP_MATMUL:
         for (uint32_t i = 0; i < o->n_pieces; i++) append(r, o->pieces[i].w);
         for (uint32_t i = 0; i < o->n_pieces; i++) append(r, o->pieces[i].bias);
         break;
     case OP_GATED:
-        append(r, o->gate);
-        append(r, o->up);
+        append(r, o->gated.gate);
+        append(r, o->gated.gate_bias);
+        append(r, o->gated.up);
+        append(r, o->gated.up_bias);
         break;
     case OP_KV:
         append_role(r, o, CFLOW_Q_NORM);
         append_role(r, o, CFLOW_K_NORM);
+        append_role(r, o, CFLOW_ROPE_DIVISORS);
+        append_role(r, o, CFLOW_ROPE_DIVISORS_LONG);
         break;
     case OP_EXPERT_GATED:
         append_role(r, o, CFLOW_EXPERT_GATE);

@@ -153,8 +153,8 @@ static void list_uses(ring *r, const plan *p) {
         const op *o = &p->ops[i];
         for (uint32_t j = 0; j < o->n_pieces; j++) add_matrix(r, o, o->pieces[j].w);
         if (o->kind != OP_GATED) continue;
-        add_matrix(r, o, o->gate);
-        add_matrix(r, o, o->up);
+        if (o->gated.gate) add_matrix(r, o, o->gated.gate);
+        add_matrix(r, o, o->gated.up);
     }
 }
 

@@ -14,7 +14,9 @@ static const char *const role_names[CFLOW_N_ROLES] = {
     "q",           "k",         "v",           "o",         "q_bias",      "k_bias",
     "v_bias",      "o_bias",    "q_norm",      "k_norm",    "gate",        "up",
     "down",        "router",    "shared_gate", "shared_up", "shared_down", "shared_scale",
-    "expert_gate", "expert_up", "expert_down"};
+    "expert_gate", "expert_up", "expert_down", "post_norm1", "post_norm2", "norm1_bias",
+    "norm2_bias", "final_norm_bias", "gate_bias", "up_bias", "down_bias", "rope_divisors",
+    "rope_divisors_long"};
 
 /* ---- what the layers need ---- */
 
@@ -38,9 +40,36 @@ static void want_gated(want *gate, uint32_t width, uint32_t d) {
     gate[2] = want_matrix(d, width, MATRIX);
 }
 
+static void want_norms(const cflow_layer *l, uint32_t d, want w[CFLOW_N_ROLES]) {
+    const int reads_norm2 = l->d_ff || (l->n_experts && l->norms_shared);
+    if (l->norm_place != CFLOW_NORM_AFTER) {
+        w[CFLOW_NORM1] = want_vector(d, REQUIRED);
+        if (reads_norm2) w[CFLOW_NORM2] = want_vector(d, REQUIRED);
+    }
+    if (l->norm_place != CFLOW_NORM_BEFORE) {
+        w[CFLOW_POST_NORM1] = want_vector(d, REQUIRED);
+        if (l->d_ff) w[CFLOW_POST_NORM2] = want_vector(d, REQUIRED);
+    }
+    if (l->norm_kind != CFLOW_NORM_LAYER) return;
+    w[CFLOW_NORM1_BIAS] = want_vector(d, OPTIONAL);
+    if (reads_norm2) w[CFLOW_NORM2_BIAS] = want_vector(d, OPTIONAL);
+}
+
+static void want_rope(const cflow_layer *l, want w[CFLOW_N_ROLES]) {
+    if (l->rope_kind == CFLOW_ROPE_NONE) return;
+    w[CFLOW_ROPE_DIVISORS] = want_vector(l->rope_dim / 2, OPTIONAL);
+    w[CFLOW_ROPE_DIVISORS_LONG] = want_vector(l->rope_dim / 2, OPTIONAL);
+}
+
+static void want_dense(const cflow_layer *l, uint32_t d, want w[CFLOW_N_ROLES]) {
+    want_gated(&w[CFLOW_GATE], l->d_ff, d);
+    w[CFLOW_GATE_BIAS] = w[CFLOW_UP_BIAS] = want_vector(l->d_ff, OPTIONAL);
+    w[CFLOW_DOWN_BIAS] = want_vector(d, OPTIONAL);
+    if (l->ungated) w[CFLOW_GATE] = w[CFLOW_GATE_BIAS] = (want){0};
+}
+
 static void want_attention(const cflow_layer *l, uint32_t d, want w[CFLOW_N_ROLES]) {
     const uint32_t q = l->n_heads * l->head_dim, kv = l->n_kv_heads * l->head_dim;
-    w[CFLOW_NORM1] = want_vector(d, REQUIRED);
     w[CFLOW_Q] = want_matrix(q, d, MATRIX);
     w[CFLOW_K] = w[CFLOW_V] = want_matrix(kv, d, MATRIX);
     w[CFLOW_O] = want_matrix(d, q, MATRIX);
@@ -48,7 +77,7 @@ static void want_attention(const cflow_layer *l, uint32_t d, want w[CFLOW_N_ROLE
     w[CFLOW_K_BIAS] = w[CFLOW_V_BIAS] = want_vector(kv, OPTIONAL);
     w[CFLOW_O_BIAS] = want_vector(d, OPTIONAL);
     if (l->qk_norm == CFLOW_QK_NORM_NONE) return;
-    const int by_head = l->qk_norm == CFLOW_QK_NORM_HEAD;
+    const int by_head = l->qk_norm != CFLOW_QK_NORM_FULL;
     w[CFLOW_Q_NORM] = want_vector(by_head ? l->head_dim : q, REQUIRED);
     w[CFLOW_K_NORM] = want_vector(by_head ? l->head_dim : kv, REQUIRED);
 }
@@ -56,9 +85,10 @@ static void want_attention(const cflow_layer *l, uint32_t d, want w[CFLOW_N_ROLE
 static void layer_wants(const cflow_header *h, const cflow_layer *l, want w[CFLOW_N_ROLES]) {
     const uint32_t d = h->d_model;
     memset(w, 0, CFLOW_N_ROLES * sizeof *w);
+    want_norms(l, d, w);
     want_attention(l, d, w);
-    if (l->d_ff || (l->n_experts && l->norms_shared)) w[CFLOW_NORM2] = want_vector(d, REQUIRED);
-    if (l->d_ff) want_gated(&w[CFLOW_GATE], l->d_ff, d);
+    want_rope(l, w);
+    if (l->d_ff) want_dense(l, d, w);
     if (!l->n_experts) return;
     if (!l->norms_shared) w[CFLOW_NORM3] = want_vector(d, REQUIRED);
     w[CFLOW_ROUTER] = want_matrix(l->n_experts, d, F32_MATRIX);
@@ -71,6 +101,8 @@ static void model_wants(const cflow_header *h, want w[CFLOW_N_ROLES]) {
     memset(w, 0, CFLOW_N_ROLES * sizeof *w);
     w[CFLOW_EMBEDDING] = want_matrix(h->vocab_size, h->d_model, MATRIX);
     w[CFLOW_FINAL_NORM] = want_vector(h->d_model, REQUIRED);
+    if (h->final_norm_kind == CFLOW_NORM_LAYER)
+        w[CFLOW_FINAL_NORM_BIAS] = want_vector(h->d_model, OPTIONAL);
     if (!h->tied) w[CFLOW_HEAD] = want_matrix(h->vocab_size, h->d_model, MATRIX);
 }
 
@@ -168,7 +200,7 @@ void tensor_name(char out[64], const cflow_tensor *t) {
 }
 
 int tensor_is_expert(const cflow_tensor *t) {
-    return t->role >= CFLOW_EXPERT_GATE;
+    return t->role >= CFLOW_EXPERT_GATE && t->role <= CFLOW_EXPERT_DOWN;
 }
 
 const matrix *tensor_matrix(const model_weights *m, const cflow_tensor *t) {

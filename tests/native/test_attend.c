@@ -81,6 +81,7 @@ static problem make_problem(cflow_kv_type type, uint32_t n_heads, uint32_t head_
                            .first = first,
                            .end = end,
                            .scale = 1 / sqrtf((float)head_dim),
+                           .cap = below(state, 4) ? 0 : 2,
                            .kv_type = type,
                            .o = p.o,
                            .m = p.m,
@@ -102,7 +103,8 @@ static double score(const problem *p, uint32_t h, uint32_t position) {
     for (size_t d = 0; d < a->head_dim; d++) {
         sum += (double)p->q[h * a->head_dim + d] * p->k[position * (size_t)a->head_dim + d];
     }
-    return sum * a->scale;
+    sum *= a->scale;
+    return a->cap > 0 ? a->cap * tanh(sum / a->cap) : sum;
 }
 
 static void check_against_softmax(const problem *p) {

@@ -58,9 +58,21 @@ class Forward:
 
     def head(self, x: Array) -> Array:
         header = self.model.header
-        weight = self.model.weight(MODEL_LEVEL, "final_norm") + header["final_norm_offset"]
-        normed = self.make("final_norm", rms_norm(x, weight, header["final_norm_eps"]))
-        return self.matmul(normed, MODEL_LEVEL, "embedding" if header["tied"] else "head")
+        kind, offset, eps = (header[f"final_norm_{name}"] for name in ("kind", "offset", "eps"))
+        normed = self.make("final_norm", self.norm(x, MODEL_LEVEL, "final_norm", kind, offset, eps))
+        logits = self.matmul(normed, MODEL_LEVEL, "embedding" if header["tied"] else "head")
+        return capped(logits * (header["logit_scale"] or 1), header["logit_cap"])
+
+    def norm(self, x: Array, block: int, role: str, kind: int, offset: float, eps: float) -> Array:
+        weight = self.model.weight(block, role) + offset
+        if kind == 1:
+            x = x - x.mean(-1, keepdims=True)
+        y = rms_norm(x, weight, eps)
+        return y + self.bias(block, role)
+
+    def bias(self, block: int, role: str) -> Array | float:
+        name = f"{role}_bias"
+        return self.model.weight(block, name) if self.model.has(block, name) else 0.0
 
     def matmul(self, x: Array, block: int, role: str, expert: int = 0) -> Array:
         if self.int8 and self.model.encoding(block, role).startswith("q"):
@@ -80,21 +92,27 @@ class Layer:
 
     def matmul(self, x: Array, role: str, expert: int = 0) -> Array:
         y = self.forward.matmul(x, self.block, role, expert)
-        if self.forward.model.has(self.block, f"{role}_bias"):
-            y = y + self.forward.model.weight(self.block, f"{role}_bias")
-        return y
+        return y + self.forward.bias(self.block, role)
 
     def norm(self, x: Array, role: str, name: str) -> Array:
-        weight = self.forward.model.weight(self.block, role) + self.layer["norm_offset"]
-        return self.make(name, rms_norm(x, weight, self.layer["norm_eps"]))
+        """x itself where the layer has no such norm."""
+        if not self.forward.model.has(self.block, role):
+            return self.make(name, x)
+        kind, offset, eps = (self.layer[f"norm_{field}"] for field in ("kind", "offset", "eps"))
+        return self.make(name, self.forward.norm(x, self.block, role, kind, offset, eps))
+
+    def added(self, x: Array, role: str) -> Array:
+        """The output x of a sublayer as the stream adds it."""
+        if self.layer["norm_place"] > 0:
+            x = self.norm(x, role, role)
+        return self.layer["residual_scale"] * x
 
     def run(self, streams: list[Array], due: list[list[Array]]) -> Array:
         """The stream after this layer. streams: x_in of the layers so far; due: expert outputs by
         the layer they join after."""
         layer, x_in = self.layer, streams[-1]
-        scale = layer["residual_scale"]
         attention = self.attention(x_in)
-        x_mid = x_in + scale * attention
+        x_mid = x_in + self.added(attention, "post_norm1")
         if POST_ATTENTION in (
             layer["dense_source"] if layer["d_ff"] else None,
             layer["expert_anchor"] if layer["n_experts"] else None,
@@ -104,7 +122,8 @@ class Layer:
         sources = {POST_ATTENTION: x_mid, X_IN: x_in, X_IN_PREVIOUS: previous}
         x_out = x_mid
         if layer["d_ff"]:
-            x_out = x_out + scale * self.dense(sources[layer["dense_source"]])
+            dense = self.dense(sources[layer["dense_source"]])
+            x_out = x_out + self.added(dense, "post_norm2")
         if layer["n_experts"]:
             last = len(due) - 1
             joins = min(self.index + layer["expert_delay"], last)
@@ -125,8 +144,9 @@ class Layer:
     def attention(self, x_in: Array) -> Array:
         normed = self.norm(x_in, "norm1", "norm1")
         q, k, v = (self.make(role, self.matmul(normed, role)) for role in "qkv")
-        q = self.make("q_rot", self.rotated(self.head_norm(q, "q")).reshape(len(q), -1))
-        k, v = self.rotated(self.head_norm(k, "k")), self.heads(v)
+        rotated = self.prepared(q, "q") * self.query_scales(len(q))[:, None, None]
+        q = self.make("q_rot", rotated.reshape(len(q), -1))
+        k, v = self.prepared(k, "k"), self.heads(v)
         if self.layer["v_norm"]:
             v = rms_norm(v, 1.0, self.layer["norm_eps"])
         k, v = (a.astype(self.forward.kv_dtype).astype(np.float64) for a in (k, v))
@@ -136,6 +156,20 @@ class Layer:
     def heads(self, x: Array) -> Array:
         """(n, n_heads * head_dim) -> (n, n_heads, head_dim)"""
         return x.reshape(len(x), -1, self.layer["head_dim"])
+
+    def prepared(self, x: Array, role: str) -> Array:
+        """Queries or keys, normed and rotated, (n, n_heads, head_dim)."""
+        if self.layer["qk_norm"] == 3:
+            weight = self.forward.model.weight(self.block, f"{role}_norm")
+            rotated = self.rotated(self.heads(x))
+            return rms_norm(rotated, weight + self.layer["norm_offset"], self.layer["norm_eps"])
+        return self.rotated(self.head_norm(x, role))
+
+    def query_scales(self, n: int) -> Array:
+        if not self.layer["query_growth"]:
+            return np.ones(n)
+        periods = (np.arange(n) + self.layer["query_start"]) // self.layer["query_period"]
+        return np.asarray(1 + self.layer["query_growth"] * np.log(1 + periods))
 
     def head_norm(self, x: Array, role: str) -> Array:
         kind, eps = self.layer["qk_norm"], self.layer["norm_eps"]
@@ -151,8 +185,12 @@ class Layer:
         layer, n_rotated = self.layer, self.layer["rope_dim"]
         if layer["rope_kind"] == 0:
             return x
-        angle = np.arange(len(x))[:, None, None] * rope_frequencies(layer)
-        cos, sin = np.cos(angle), np.sin(angle)
+        divisors: Array | float = 1.0
+        if self.forward.model.has(self.block, "rope_divisors"):
+            divisors = self.forward.model.weight(self.block, "rope_divisors")
+        angle = np.arange(len(x))[:, None, None] * rope_frequencies(layer) / divisors
+        gain = layer["rope_gain"] or 1
+        cos, sin = gain * np.cos(angle), gain * np.sin(angle)
         half = n_rotated // 2
         if layer["rope_kind"] == 1:
             first, second = slice(0, half), slice(half, n_rotated)
@@ -174,6 +212,7 @@ class Layer:
         for head in range(n_heads):
             kv_head = head * self.layer["n_kv_heads"] // n_heads
             scores = q[:, head] @ k[:, kv_head].T * self.layer["attention_scale"]
+            scores = capped(scores, self.layer["score_cap"])
             out[:, head] = softmax(np.where(seen, scores, -np.inf)) @ v[:, kv_head]
         return out.reshape(n, -1)
 
@@ -183,9 +222,14 @@ class Layer:
         act = ACTIVATIONS[self.layer["activation"]]
         return np.asarray(gate * act(up) if self.layer["activation_on_up"] else act(gate) * up)
 
+    def hidden(self, x: Array) -> Array:
+        if self.layer["ungated"]:
+            return np.asarray(ACTIVATIONS[self.layer["activation"]](self.matmul(x, "up")))
+        return self.gated(self.matmul(x, "gate"), self.matmul(x, "up"))
+
     def dense(self, source: Array) -> Array:
         x = self.norm(source, "norm2", "norm2")
-        hidden = self.make("hidden", self.gated(self.matmul(x, "gate"), self.matmul(x, "up")))
+        hidden = self.make("hidden", self.hidden(x))
         return self.make("dense_out", self.matmul(hidden, "down"))
 
     def experts(self, source: Array, norm: str) -> tuple[Array, Array]:
@@ -236,6 +280,10 @@ class Layer:
 
 def rms_norm(x: Array, weight: Array | float, eps: float) -> Array:
     return np.asarray(x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight)
+
+
+def capped(x: Array, cap: float) -> Array:
+    return np.asarray(cap * np.tanh(x / cap)) if cap else x
 
 
 def softmax(x: Array) -> Array:

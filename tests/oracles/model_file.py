@@ -21,20 +21,23 @@ def words(text: str) -> list[str]:
 ROLES = words(
     "embedding head final_norm norm1 norm2 norm3 q k v o q_bias k_bias v_bias o_bias q_norm k_norm "
     "gate up down router shared_gate shared_up shared_down shared_scale "
-    "expert_gate expert_up expert_down"
+    "expert_gate expert_up expert_down post_norm1 post_norm2 norm1_bias norm2_bias final_norm_bias "
+    "gate_bias up_bias down_bias rope_divisors rope_divisors_long"
 )
 HEADER_FIELDS = words(
     "version order file_bytes n_layers n_blocks d_model vocab_size n_tokens context n_tensors "
     "n_records tied embedding_scale final_norm_eps final_norm_offset"
 )
+HEADER_TAIL_FIELDS = words("final_norm_kind logit_scale logit_cap")
 LAYER_FIELDS = words(
     "block n_heads n_kv_heads head_dim window qk_norm v_norm attention_scale rope_kind rope_dim "
     "rope_base rope_scaling rope_factor rope_low_freq rope_high_freq rope_original_context d_ff "
     "activation activation_on_up n_experts top_k renormalise expert_scale d_expert d_shared "
     "shared_gate norm_eps norm_offset norms_shared dense_source expert_anchor expert_delay "
-    "residual_scale"
+    "residual_scale norm_kind norm_place ungated score_cap rope_gain query_growth query_period "
+    "query_start"
 )
-LAYER = struct.Struct("<7If2IfI3f7If3I2f4If60x")
+LAYER = struct.Struct("<7If2IfI3f7If3I2f4If3I3f2I28x")
 TENSOR_FIELDS = words("role block encoding n_rows n_cols stripe_rows offset stripe_stride")
 RECORD_FIELDS = words("block expert offset bytes crc")
 
@@ -50,6 +53,8 @@ class ModelFile:
         head = self._data[:4096].tobytes()
         assert head[:8] == b"cflow\r\n\x1a"
         self.header = dict(zip(HEADER_FIELDS, struct.unpack_from("<2IQ9I3f", head, 8), strict=True))
+        tail = struct.unpack_from("<I2f", head, 72 + 24 * 10)
+        self.header |= dict(zip(HEADER_TAIL_FIELDS, tail, strict=True))
         self.sections = [struct.unpack_from("<2Q", head, 72 + 24 * i) for i in range(10)]
         self.layers = self._records(0, LAYER, LAYER_FIELDS)
         self._tensors = {

@@ -32,6 +32,7 @@ LAYER: dict[str, Any] = {
     "norms_shared": 1,
     "residual_scale": 1.0,
 }
+EXTRAS = ("divisors", "ffn_biases")  # of a layer here: tensors that its record does not name
 EXPERTS: dict[str, Any] = {"n_experts": 6, "top_k": 2, "d_expert": 48}
 
 Floats = NDArray[np.float32]
@@ -66,11 +67,13 @@ class RandomModel:
         for layer in blocks.values():
             resident += self.attention(layer) + self.norms(layer) + self.feed_forward(layer)
         resident.append((self.vector("final_norm", cflow.MODEL_LEVEL, d, 1.0),))
+        if self.header.get("final_norm_kind"):
+            resident.append((self.vector("final_norm_bias", cflow.MODEL_LEVEL, d, 0.0),))
         if not self.header["tied"]:
             resident.append((self.matrix("head", cflow.MODEL_LEVEL, vocab, d),))
         contents = cflow.Contents(
             header=self.header,
-            layers=self.layers,
+            layers=[{k: v for k, v in layer.items() if k not in EXTRAS} for layer in self.layers],
             metadata={"name": "random", "eos_ids": []},
             tokenizer=b"",
             token_bytes=token_bytes(self.header["n_tokens"]),
@@ -84,28 +87,52 @@ class RandomModel:
         block, d, head = layer["block"], self.header["d_model"], layer["head_dim"]
         widths = {"q": layer["n_heads"] * head, "k": layer["n_kv_heads"] * head}
         widths["v"] = widths["k"]
-        runs: list[Run] = [(self.vector("norm1", block, d, 1.0),)]
+        runs: list[Run] = []
         for role, width in widths.items():
             runs.append((self.matrix(role, block, width, d),))
-            norm = {0: 0, 1: head, 2: width}[layer.get("qk_norm", 0)]
+            norm = {0: 0, 1: head, 2: width, 3: head}[layer.get("qk_norm", 0)]
             if norm and role != "v":
                 runs.append((self.vector(f"{role}_norm", block, norm, 1.0),))
+        if layer.get("divisors"):
+            divisors = self.vector("rope_divisors", block, layer["rope_dim"] // 2, 2.0)
+            runs.append((divisors,))
         return [*runs, (self.matrix("o", block, d, widths["q"]),)]
 
     def norms(self, layer: dict[str, Any]) -> list[Run]:
-        roles = ["norm2"] if layer["d_ff"] or layer["norms_shared"] else []
+        block, d, place = layer["block"], self.header["d_model"], layer.get("norm_place", 0)
+        roles = ["norm1"]
+        roles += ["norm2"] if layer["d_ff"] or layer["norms_shared"] else []
+        if place == 1:
+            roles = []
         roles += ["norm3"] if "n_experts" in layer and not layer["norms_shared"] else []
-        return [(self.vector(role, layer["block"], self.header["d_model"], 1.0),) for role in roles]
+        roles += ["post_norm1", "post_norm2"] if place else []
+        runs: list[Run] = [(self.vector(role, block, d, 1.0),) for role in roles]
+        if layer.get("norm_kind"):
+            biases = [role for role in ("norm1", "norm2") if role in roles]
+            runs += [(self.vector(f"{role}_bias", block, d, 0.0),) for role in biases]
+        return runs
 
     def feed_forward(self, layer: dict[str, Any]) -> list[Run]:
         block, d = layer["block"], self.header["d_model"]
-        runs = self.gated("", block, layer["d_ff"]) if layer["d_ff"] else []
+        runs = self.dense(layer) if layer["d_ff"] else []
         if "n_experts" in layer:
             runs.append((self.matrix("router", block, layer["n_experts"], d, encoding="f32"),))
         if layer.get("d_shared"):
             runs += self.gated("shared_", block, layer["d_shared"])
         if layer.get("shared_gate"):
             runs.append((self.matrix("shared_scale", block, 1, d, encoding="f32"),))
+        return runs
+
+    def dense(self, layer: dict[str, Any]) -> list[Run]:
+        block, d, d_ff = layer["block"], self.header["d_model"], layer["d_ff"]
+        runs = self.gated("", block, d_ff)
+        if layer.get("ungated"):
+            runs[0] = runs[0][1:]
+        if layer.get("ffn_biases"):
+            widths = {"gate": d_ff, "up": d_ff, "down": d}
+            if layer.get("ungated"):
+                del widths["gate"]
+            runs += [(self.vector(f"{role}_bias", block, n, 0.0),) for role, n in widths.items()]
         return runs
 
     def experts(self, layer: dict[str, Any]) -> list[list[Run]]:

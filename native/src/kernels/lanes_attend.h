@@ -71,6 +71,13 @@ static INLINE void score_heads(const attend_args *a, const attend_state *s, uint
         for (uint32_t i = 0; i < POSITION_PARTS; i++) f_store(w + h * 32 + i * LANES, sum[h][i]);
 }
 
+static INLINE void cap_scores(vf x[POSITION_PARTS], float cap) {
+    for (uint32_t i = 0; i < POSITION_PARTS; i++) {
+        const vf e = f_exp(x[i] * f_set1(2 / cap));
+        x[i] = f_set1(cap) - f_set1(2 * cap) / (f_set1(1.0f) + e);
+    }
+}
+
 /* Online softmax of a head's scores in a block: turns w into the weights of the values and sets c,
  * the factor of o. Not inlined, so that its constants do not take registers from the loops around.
  */
@@ -84,6 +91,7 @@ static __attribute__((noinline)) void weigh(const attend_args *a, const attend_s
         x[i] = f_load(w + i * LANES) * f_set1(a->scale);
         if (is_q8) x[i] = x[i] * f_of_f32(scales + i * LANES * 4);
     }
+    if (a->cap > 0) cap_scores(x, a->cap);
     if (a->first > start || a->end - start < 32) {
         for (uint32_t i = 0; i < POSITION_PARTS; i++) f_store(w + i * LANES, x[i]);
         for (uint32_t p = 0; p < 32; p++)

@@ -318,6 +318,7 @@ static float weigh(const attend_args *a, const float *q, uint32_t start, float *
         }
         s *= a->scale;
         if (a->kv_type == CFLOW_KV_Q8) s *= f32_at(k_scales, p);
+        if (a->cap > 0) s = a->cap - 2 * a->cap / (1.0f + exponential(s * (2 / a->cap)));
         w[p] = start + p >= a->first && start + p < a->end ? s : -INFINITY;
         if (w[p] > largest) largest = w[p];
     }

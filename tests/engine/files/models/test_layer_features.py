@@ -35,6 +35,16 @@ FEATURES: dict[str, dict[str, Any]] = {
     "odd head": {"head_dim": 20, "rope_dim": 20},
     "gelu on up": {"activation": 1, "activation_on_up": 1},
     "gelu with erf": {"activation": 2},
+    "qk_norm after rope, offset": {"qk_norm": 3, "norm_offset": 1.0},
+    "norms after": {"norm_place": 1},
+    "norms before and after, offset": {"norm_place": 2, "norm_offset": 1.0},
+    "layer norms with biases": {"norm_kind": 1},
+    "parallel dense": {"norm_kind": 1, "dense_source": X_IN},
+    "FFN without a gate, biases": {"ungated": 1, "ffn_biases": 1, "activation": 1},
+    "FFN with biases": {"ffn_biases": 1, "d_ff": 100},
+    "capped scores": {"score_cap": 1.5, "attention_scale": 1.0},
+    "rope divisors and gain": {"divisors": 1, "rope_gain": 1.2},
+    "queries that grow": {"query_growth": 0.3, "query_period": 7, "query_start": 1},
     "experts alone": EXPERTS | {"d_ff": 0},
     "dense and experts share a norm": EXPERTS,
     "dense and experts, own norms": EXPERTS | {"norms_shared": 0},
@@ -118,6 +128,11 @@ def test_what_cannot_be_deferred(
 
 def test_scaled_tied_embedding_and_norm_offset(tmp_path: Path) -> None:
     model = RandomModel([{}] * 2, tied=1, embedding_scale=8.0, final_norm_offset=1.0)
+    check(model, tmp_path / "model.cflow")
+
+
+def test_layer_norm_scale_and_cap_of_the_head(tmp_path: Path) -> None:
+    model = RandomModel([{}], final_norm_kind=1, logit_scale=3.0, logit_cap=2.0)
     check(model, tmp_path / "model.cflow")
 
 
