@@ -105,7 +105,7 @@ class Layer:
         """The output x of a sublayer as the stream adds it."""
         if self.layer["norm_place"] > 0:
             x = self.norm(x, role, role)
-        return self.layer["residual_scale"] * x
+        return np.asarray(self.layer["residual_scale"] * x)
 
     def run(self, streams: list[Array], due: list[list[Array]]) -> Array:
         """The stream after this layer. streams: x_in of the layers so far; due: expert outputs by

@@ -29,6 +29,36 @@ MOE: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermed
 SHARED: dict[str, Any] = {"shared_expert_intermediate_size": 72, "decoder_sparse_step": 1}
 
 
+TIED: dict[str, Any] = {"tie_word_embeddings": True}
+WINDOW: dict[str, Any] = {"sliding_window": 24}
+ODD: dict[str, Any] = {"hidden_size": 88, "intermediate_size": 100, "num_attention_heads": 4}
+LONG: dict[str, Any] = {"original_max_position_embeddings": 64}
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+def longrope(n_pairs: int) -> dict[str, Any]:
+    return {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1 + 0.05 * i for i in range(n_pairs)],
+        "long_factor": [1 + 0.9 * i for i in range(n_pairs)],
+        **LONG,
+    }
+
+
+def of(family: str, config: str = "", /, **changes: Any) -> PreTrainedModel:
+    """The causal model of a family, whose configuration may have another name."""
+    sizes = getattr(transformers, f"{config or family}Config")(**SIZES | changes)
+    sizes._attn_implementation = "eager"  # the others lack the cap of Gemma 2
+    model: PreTrainedModel = getattr(transformers, f"{family}ForCausalLM")(sizes)
+    return model
+
+
 def llama(**changes: Any) -> PreTrainedModel:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES | changes))
 
@@ -88,6 +118,89 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen2moe-renormalised": lambda: qwen2moe(norm_topk_prob=True),
     "qwen3moe": lambda: qwen3moe(norm_topk_prob=True),
     "olmoe": lambda: olmoe(norm_topk_prob=False),
+    "gemma2": lambda: of("Gemma2", **WINDOW, **TIED, head_dim=24, query_pre_attn_scalar=24),
+    "gemma2-odd-sizes": lambda: of(
+        "Gemma2", **WINDOW, **ODD, head_dim=20, query_pre_attn_scalar=40
+    ),
+    "gemma3": lambda: of(
+        *("Gemma3", "Gemma3Text"),
+        **WINDOW,
+        **TIED,
+        num_hidden_layers=7,
+        head_dim=32,
+        query_pre_attn_scalar=32,
+    ),
+    "gemma3-linear-rope": lambda: of(
+        *("Gemma3", "Gemma3Text"),
+        **WINDOW,
+        head_dim=20,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+    ),
+    "phi3": lambda: of("Phi3", sliding_window=40),
+    "phi3-partial": lambda: of("Phi3", rope_parameters={"partial_rotary_factor": 0.75}),
+    "ministral3": lambda: of(
+        "Ministral3",
+        rope_parameters={
+            **YARN,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.2,
+        },
+    ),
+    "llama-yarn": lambda: llama(rope_parameters=YARN),
+    "llama-yarn-gain": lambda: llama(
+        rope_parameters=YARN | {"attention_factor": 1.5, "truncate": False, "beta_fast": 8.0}
+    ),
+    "llama-mlp-bias": lambda: llama(mlp_bias=True),
+    "smollm3": lambda: of("SmolLM3", num_hidden_layers=5),
+    "granite": lambda: of(
+        "Granite",
+        embedding_multiplier=3.0,
+        logits_scaling=2.5,
+        residual_multiplier=0.4,
+        attention_multiplier=0.3,
+    ),
+    "olmo2": lambda: of("Olmo2"),
+    "olmo3": lambda: of(
+        "Olmo3",
+        **WINDOW,
+        num_hidden_layers=5,
+        rope_parameters={
+            "full_attention": YARN | {"attention_factor": 1.2},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
+    "glm4": lambda: of("Glm4", head_dim=16, attention_bias=True),
+    "cohere2": lambda: of(
+        "Cohere2",
+        **WINDOW,
+        **TIED,
+        rotary_pct=1.0,
+        num_hidden_layers=5,
+        logit_scale=0.3,
+        layer_norm_eps=1e-4,
+    ),
+    "exaone4": lambda: of("Exaone4", **WINDOW, num_hidden_layers=5),
+    "exaone4-no-window": lambda: of(
+        "Exaone4", sliding_window=None, layer_types=["full_attention"] * 3
+    ),
+    "seed_oss": lambda: of("SeedOss", head_dim=24, attention_out_bias=False),
+    "seed_oss-out-bias": lambda: of("SeedOss", head_dim=24, attention_out_bias=True),
+    "ernie4_5": lambda: of("Ernie4_5", head_dim=24),
+    "ernie4_5-bias": lambda: of("Ernie4_5", head_dim=16, use_bias=True),
+    "starcoder2": lambda: of("Starcoder2", sliding_window=30),
+    "starcoder2-no-bias": lambda: of("Starcoder2", use_bias=False, **ODD),
+    "hunyuan-dense": lambda: of("HunYuanDenseV1", head_dim=16),
+    "hunyuan-dense-alpha": lambda: of(
+        "HunYuanDenseV1",
+        head_dim=16,
+        max_position_embeddings=1 << 18,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 50.0},
+    ),
 }
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import numpy as np
+
 from cflow.engine.files.formats.cflow import MODEL_LEVEL, Run, Weight
 from cflow.engine.files.models.spec import ModelSpec
 
 Shape = tuple[int, ...]
+UPS = ("up", "shared_up", "expert_up")
 
 
 class Origin(Protocol):
@@ -26,10 +29,20 @@ def resident(spec: ModelSpec, origin: Origin) -> list[Run]:
     if not spec.tied:
         runs.append((origin.weight("embedding", MODEL_LEVEL, shapes["embedding"]),))
     for block, layer in enumerate(spec.layers):
+        runs += [(_constant(role, block, row),) for role, row in layer.constants().items()]
         roles = layer.shapes(spec.d_model).items()
         runs += _interleaved([origin.weight(role, block, shape) for role, shape in roles])
-    runs += [(origin.weight(role, MODEL_LEVEL, shapes[role]),) for role in ("final_norm", last)]
+    runs += [
+        (origin.weight(role, MODEL_LEVEL, shapes[role]),)
+        for role in ("final_norm", "final_norm_bias", last)
+        if role in shapes
+    ]
     return runs
+
+
+def _constant(role: str, block: int, values: tuple[float, ...]) -> Weight:
+    row = np.array(values, "<f4").view(np.uint8)[None]
+    return Weight(role, block, "f32", 1, len(values), lambda *_: row, is_vector=True)
 
 
 def expert_records(spec: ModelSpec, origin: Origin) -> dict[int, list[list[Run]]]:
@@ -45,10 +58,11 @@ def expert_records(spec: ModelSpec, origin: Origin) -> dict[int, list[list[Run]]
 
 
 def _interleaved(weights: list[Weight]) -> list[Run]:
-    """Weights as runs: an up joins the run of the gate before it."""
+    """Weights as runs: an up joins the run of the gate before it, if there is one."""
     runs: list[Run] = []
     for weight in weights:
-        if weight.role in ("up", "shared_up", "expert_up"):
+        gate = weight.role.removesuffix("up") + "gate"
+        if weight.role in UPS and runs and runs[-1][-1].role == gate:
             runs[-1] = (*runs[-1], weight)
         else:
             runs.append((weight,))

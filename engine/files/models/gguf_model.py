@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
-
-import numpy as np
 
 from cflow.engine.base.errors import ModelError
 from cflow.engine.files.formats.gguf import GgufFile
 from cflow.engine.files.models.architectures import Architecture, by_name
 from cflow.engine.files.models.fields import Fields
+from cflow.engine.files.models.rope import magnitude, scaled
 from cflow.engine.files.models.spec import MAX_LAYERS, LayerSpec, ModelSpec, Rope
-from cflow.engine.files.models.weights import Naming, Stacked, Weights
+from cflow.engine.files.models.weights import Fused, Naming, Stacked, Weights
 
 _BLOCK = "blk.{layer}."
 _EXPERT_NAMES = {"expert_gate": "ffn_gate", "expert_up": "ffn_up", "expert_down": "ffn_down"}
@@ -22,8 +20,13 @@ NAMING = Naming(
         "embedding": "token_embd.weight",
         "head": "output.weight",
         "final_norm": "output_norm.weight",
+        "final_norm_bias": "output_norm.bias",
         "norm1": _BLOCK + "attn_norm.weight",
+        "norm1_bias": _BLOCK + "attn_norm.bias",
         "norm2": _BLOCK + "ffn_norm.weight",
+        "norm2_bias": _BLOCK + "ffn_norm.bias",
+        "post_norm1": _BLOCK + "post_attention_norm.weight",
+        "post_norm2": _BLOCK + "post_ffw_norm.weight",
         "q": _BLOCK + "attn_q.weight",
         "k": _BLOCK + "attn_k.weight",
         "v": _BLOCK + "attn_v.weight",
@@ -37,6 +40,9 @@ NAMING = Naming(
         "gate": _BLOCK + "ffn_gate.weight",
         "up": _BLOCK + "ffn_up.weight",
         "down": _BLOCK + "ffn_down.weight",
+        "gate_bias": _BLOCK + "ffn_gate.bias",
+        "up_bias": _BLOCK + "ffn_up.bias",
+        "down_bias": _BLOCK + "ffn_down.bias",
         "router": _BLOCK + "ffn_gate_inp.weight",
         "shared_gate": _BLOCK + "ffn_gate_shexp.weight",
         "shared_up": _BLOCK + "ffn_up_shexp.weight",
@@ -45,13 +51,37 @@ NAMING = Naming(
     },
     stacked={role: Stacked(f"{_BLOCK}{n}_exps.weight") for role, n in _EXPERT_NAMES.items()},
     each={role: f"{_BLOCK}{n}.{{expert}}.weight" for role, n in _EXPERT_NAMES.items()},
-    ignored=r"rope_freqs\.weight",
+    ignored=r"rope_(freqs|factors_long|factors_short)\.weight",
+    fused={
+        "q": Fused(_BLOCK + "attn_qkv.weight", None),
+        "k": Fused(_BLOCK + "attn_qkv.weight", 1),
+        "v": Fused(_BLOCK + "attn_qkv.weight", 0),
+        "gate": Fused(_BLOCK + "ffn_up.weight", None),
+        "up": Fused(_BLOCK + "ffn_up.weight", 0),
+    },
 )
 
-# Keys that change what an architecture computes, and the value that changes nothing.
+# What GGUF calls the keys of config.json.
+KEYS = {
+    "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale",
+    "llama_4_scaling_beta": "attention.temperature_scale",
+    "logits_scaling": "logit_scale",
+    "original_max_position_embeddings": "rope.scaling.original_context_length",
+    "residual_multiplier": "residual_scale",
+    "rope_finetuned": "rope.scaling.finetuned",
+    "rope_local_base_freq": "rope.freq_base_swa",
+    "sliding_window": "attention.sliding_window",
+    "sliding_window_pattern": "attention.sliding_window_pattern",
+}
+
+# Keys that change what an architecture computes unless its family reads them, and the value that
+# changes nothing.
 REFUSED: dict[str, tuple[float | bool, ...]] = {
     "attention.clamp_kqv": (0.0,),
     "attention.scale": (0.0,),
+    "attention.sliding_window": (0,),
+    "attention.temperature_scale": (0.0,),
     "attn_logit_softcapping": (0.0,),
     "embedding_scale": (0.0, 1.0),
     "expert_gating_func": (0, 1),
@@ -63,25 +93,30 @@ REFUSED: dict[str, tuple[float | bool, ...]] = {
     "residual_scale": (0.0, 1.0),
     "use_parallel_residual": (False,),
 }
+NORM_EPS = {"rms": "attention.layer_norm_rms_epsilon", "layer": "attention.layer_norm_epsilon"}
 
 
 def weights(file: GgufFile) -> Weights:
     shapes = {name: tensor.shape for name, tensor in file.tensors.items()}
-    return Weights(str(file.path), NAMING, shapes, file.matrix)
+    names = by_name(_architecture_name(file), str(file.path)).gguf_names
+    naming = replace(NAMING, plain=NAMING.plain | names)
+    return Weights(str(file.path), naming, shapes, file.matrix)
+
+
+def _architecture_name(file: GgufFile) -> str:
+    return Fields(file.metadata, str(file.path), "general.").text("architecture")
 
 
 def spec(file: GgufFile) -> ModelSpec:
     """The spec of a file. All layers of these architectures are alike in GGUF."""
     origin = str(file.path)
     general = Fields(file.metadata, origin, "general.")
-    architecture = by_name(general.text("architecture"), origin)
-    keys = Fields(file.metadata, origin, f"{architecture.name}.")
-    for key, neutral in REFUSED.items():
-        keys.refuse(key, *neutral)
+    architecture = by_name(_architecture_name(file), origin)
+    keys = Fields(file.metadata, origin, f"{architecture.name}.", KEYS)
     if "token_embd.weight" not in file.tensors:
         raise ModelError(f"{origin}: tensor token_embd.weight is missing")
     layer = _layer(file, keys, architecture)
-    return ModelSpec(
+    spec = ModelSpec(
         architecture=architecture.name,
         name=general.text("name", file.path.stem),
         d_model=keys.count("embedding_length", low=1),
@@ -89,8 +124,13 @@ def spec(file: GgufFile) -> ModelSpec:
         context=keys.count("context_length", low=1),
         tied="output.weight" not in file.tensors,
         norm_eps=layer.norm_eps,
+        norm_kind=layer.norm_kind,
+        norm_bias=layer.norm_bias,
         layers=[layer] * keys.count("block_count", low=1, high=MAX_LAYERS),
     )
+    spec = architecture.family(keys, spec)
+    keys.refuse_unread(REFUSED)
+    return spec
 
 
 def _layer(file: GgufFile, keys: Fields, architecture: Architecture) -> LayerSpec:
@@ -106,8 +146,13 @@ def _layer(file: GgufFile, keys: Fields, architecture: Architecture) -> LayerSpe
         n_kv_heads=keys.count("attention.head_count_kv", n_heads, low=1),
         head_dim=head_dim,
         rope=_rope(file, keys, architecture, head_dim),
-        norm_eps=keys.positive("attention.layer_norm_rms_epsilon"),
-        window=keys.count("attention.sliding_window", 0),
+        norm_eps=keys.positive(NORM_EPS[architecture.norm_kind]),
+        norm_kind=architecture.norm_kind,
+        norm_place=architecture.norm_place,
+        norm_bias="blk.0.attn_norm.bias" in file.tensors,
+        ffn_bias="blk.0.ffn_up.bias" in file.tensors,
+        ungated=architecture.ungated,
+        activation=architecture.activation,
         qk_norm=architecture.qk_norm,
         qkv_bias=architecture.qkv_bias or "blk.0.attn_q.bias" in file.tensors,
         o_bias="blk.0.attn_output.bias" in file.tensors,
@@ -146,41 +191,45 @@ def _shared_width(file: GgufFile, keys: Fields, architecture: Architecture) -> i
 
 def _rope(file: GgufFile, keys: Fields, architecture: Architecture, head_dim: int) -> Rope:
     dim = keys.count("rope.dimension_count", head_dim, low=2, high=head_dim)
-    base = keys.positive("rope.freq_base", 10000.0)
-    kind = architecture.gguf_rope
-    scaling = keys.text("rope.scaling.type", "none")
+    plain = Rope(architecture.gguf_rope, dim, keys.positive("rope.freq_base", 10000.0))
+    kind = keys.text("rope.scaling.type", "none")
     factor = keys.positive("rope.scaling.factor", keys.positive("rope.scale_linear", 1.0))
     if "rope_freqs.weight" in file.tensors:
-        return _llama3(file, kind, dim, base)
-    if scaling == "linear" or (scaling == "none" and "rope.scale_linear" in keys and factor != 1):
-        return Rope(kind, dim, base, "linear", factor)
-    if scaling != "none":
+        return replace(plain, divisors=_divisors(file, "rope_freqs.weight"))
+    if "rope_factors_long.weight" in file.tensors:
+        return replace(
+            plain,
+            divisors=_divisors(file, "rope_factors_short.weight"),
+            long_divisors=_divisors(file, "rope_factors_long.weight"),
+            gain=keys.positive("rope.scaling.attn_factor", 1.0),
+            original_context=keys.count("rope.scaling.original_context_length", low=1),
+        )
+    if kind == "none" and "rope.scale_linear" in keys and factor != 1:
+        kind = "linear"
+    if kind not in ("none", "linear", "yarn"):
         raise keys.error(
-            "rope.scaling.type", f"is {scaling!r}, which is not supported; supported: none, linear"
+            "rope.scaling.type",
+            f"is {kind!r}, which is not supported; supported: none, linear, yarn, and longrope with "
+            "the tensors of its factors",
         )
-    return Rope(kind, dim, base)
+    return scaled(plain, {"none": "default"}.get(kind, kind), _as_in_config(keys, factor))
 
 
-def _llama3(file: GgufFile, kind: str, dim: int, base: float) -> Rope:
-    """Rope parameters from Llama 3's scaling, which GGUF stores as a divisor per frequency."""
-    matrix = file.matrix("rope_freqs.weight")
-    divisors = matrix.floats().reshape(-1)
-    factor = float(divisors.max())
-    if divisors.size == dim // 2 and np.all(divisors == 1):
-        return Rope(kind, dim, base)
-    rope = Rope(kind, dim, base, "llama3", factor, 1.0, 4.0, 8192)
-    if divisors.size != dim // 2 or not np.allclose(divisors, llama3_divisors(rope), rtol=1e-4):
-        raise ModelError(
-            f"{file.path}: rope_freqs.weight is not Llama 3's scaling (low 1, high 4, original "
-            "context 8192); other frequency factors are not supported"
-        )
-    return rope
+def _as_in_config(keys: Fields, factor: float) -> Fields:
+    """The keys of a scaling by their names in rope_parameters."""
+    names = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
+    settings = {name: keys.get(f"rope.scaling.{key}") for name, key in names.items()}
+    # mscale and mscale_all_dim are equal wherever a log multiplier is stored: they cancel out
+    gain = 1.0 if keys.number("rope.scaling.yarn_log_multiplier", 0.0) else magnitude(factor)
+    settings |= {
+        "factor": factor,
+        "attention_factor": keys.positive("rope.scaling.yarn_attn_factor", gain),
+        "original_max_position_embeddings": keys.get("original_max_position_embeddings"),
+    }
+    return Fields(settings, keys.origin)
 
 
-def llama3_divisors(rope: Rope) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Divisors of the dim / 2 frequencies, by the formula of _compute_llama3_parameters in
-    transformers."""
-    frequencies = rope.base ** (-np.arange(0, rope.dim, 2) / rope.dim)
-    turns = rope.original_context * frequencies / (2 * math.pi)
-    smooth = np.clip((turns - rope.low_freq) / (rope.high_freq - rope.low_freq), 0, 1)
-    return np.asarray(1 / ((1 - smooth) / rope.factor + smooth))
+def _divisors(file: GgufFile, name: str) -> tuple[float, ...]:
+    if name not in file.tensors:
+        raise ModelError(f"{file.path}: tensor {name} is missing")
+    return tuple(file.matrix(name).floats().reshape(-1).tolist())

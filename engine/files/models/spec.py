@@ -14,7 +14,10 @@ MAX_LAYERS = 1024
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding. kind: none, half, interleaved; scaling: plain, linear, llama3."""
+    """Rotary position embedding. kind: none, half, interleaved; scaling: plain, linear, llama3.
+
+    divisors (dim / 2,): divide the frequencies; long_divisors: instead of them in contexts above
+    original_context. gain: multiplies cosines and sines."""
 
     kind: str
     dim: int
@@ -24,11 +27,16 @@ class Rope:
     low_freq: float = 1.0
     high_freq: float = 1.0
     original_context: int = 0
+    gain: float = 1.0
+    divisors: tuple[float, ...] = ()
+    long_divisors: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One layer, with the names of cflow_layer; enumerations are lower-case strings."""
+    """One layer, with the names of cflow_layer; enumerations are lower-case strings.
+
+    attention_scale: None for 1 / sqrt(head_dim)."""
 
     n_heads: int
     n_kv_heads: int
@@ -55,18 +63,32 @@ class LayerSpec:
     expert_anchor: str = "post_attention"
     expert_delay: int = 0
     residual_scale: float = 1.0
+    attention_scale: float | None = None
+    norm_offset: float = 0.0
+    norm_kind: str = "rms"
+    norm_place: str = "before"
+    norm_bias: bool = False
+    ffn_bias: bool = False
+    ungated: bool = False
+    score_cap: float = 0.0
+    query_growth: float = 0.0
+    query_period: int = 0
+    query_start: int = 0
 
     def fields(self, block: int) -> dict[str, Any]:
         """The fields of cflow_layer."""
         const = native.const
         fields = asdict(self)
         rope = fields.pop("rope")
-        del fields["qkv_bias"], fields["o_bias"]
+        for name in ("qkv_bias", "o_bias", "norm_bias", "ffn_bias"):
+            del fields[name]
+        del rope["divisors"], rope["long_divisors"]
         fields |= {f"rope_{name}": value for name, value in rope.items()}
         fields |= {
             "block": block,
-            "attention_scale": 1 / math.sqrt(self.head_dim),
-            "norm_offset": 0.0,
+            "attention_scale": self.attention_scale or 1 / math.sqrt(self.head_dim),
+            "norm_kind": const.NormKind[self.norm_kind.upper()],
+            "norm_place": const.NormPlace[self.norm_place.upper()],
             "qk_norm": const.QkNorm[self.qk_norm.upper()],
             "rope_kind": const.RopeKind[self.rope.kind.upper()],
             "rope_scaling": const.RopeScaling[self.rope.scaling.upper()],
@@ -79,27 +101,58 @@ class LayerSpec:
     def shapes(self, d_model: int) -> dict[str, tuple[int, ...]]:
         """Shape by role of tensors in the resident bank, in file order; (n,) is a vector."""
         q, kv = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
-        shapes: dict[str, tuple[int, ...]] = {"norm1": (d_model,)}
+        shapes = self._norm_shapes("norm1", d_model)
         shapes |= {"q": (q, d_model), "k": (kv, d_model), "v": (kv, d_model)}
         if self.qkv_bias:
             shapes |= {"q_bias": (q,), "k_bias": (kv,), "v_bias": (kv,)}
-        if self.qk_norm == "head":
+        if self.qk_norm in ("head", "rotated"):
             shapes |= {"q_norm": (self.head_dim,), "k_norm": (self.head_dim,)}
         if self.qk_norm == "full":
             shapes |= {"q_norm": (q,), "k_norm": (kv,)}
         shapes["o"] = (d_model, q)
         if self.o_bias:
             shapes["o_bias"] = (d_model,)
-        shapes["norm2"] = (d_model,)
+        if self.norm_place != "before":
+            shapes["post_norm1"] = (d_model,)
+        shapes |= self._norm_shapes("norm2", d_model)
         if self.n_experts and not self.norms_shared:
             shapes["norm3"] = (d_model,)
         if self.n_experts:
             shapes["router"] = (self.n_experts, d_model)
-        shapes |= _ffn_shapes("", self.d_ff, d_model)
+        shapes |= self._dense_shapes(d_model)
         shapes |= _ffn_shapes("shared_", self.d_shared, d_model)
         if self.shared_gate:
             shapes["shared_scale"] = (1, d_model)
         return shapes
+
+    def _norm_shapes(self, role: str, d_model: int) -> dict[str, tuple[int, ...]]:
+        """Of a norm before a sublayer."""
+        if self.norm_place == "after":
+            return {}
+        roles = (role, f"{role}_bias") if self.norm_bias else (role,)
+        return dict.fromkeys(roles, (d_model,))
+
+    def _dense_shapes(self, d_model: int) -> dict[str, tuple[int, ...]]:
+        if not self.d_ff:
+            return {}
+        shapes = _ffn_shapes("", self.d_ff, d_model)
+        if self.ungated:
+            del shapes["gate"]
+        if self.ffn_bias:
+            shapes |= {f"{role}_bias": (shape[0],) for role, shape in shapes.items()}
+        if self.norm_place != "before":
+            shapes["post_norm2"] = (d_model,)
+        return shapes
+
+    def constants(self) -> dict[str, tuple[float, ...]]:
+        """Vectors by role that the spec itself holds."""
+        if self.rope.kind == "none":
+            return {}
+        all_of_them = {
+            "rope_divisors": self.rope.divisors,
+            "rope_divisors_long": self.rope.long_divisors,
+        }
+        return {role: values for role, values in all_of_them.items() if values}
 
     def expert_shapes(self, d_model: int) -> dict[str, tuple[int, ...]]:
         """Shape by role of the matrices of one expert."""
@@ -122,6 +175,12 @@ class ModelSpec:
     norm_eps: float
     layers: list[LayerSpec] = field(default_factory=list)
     passes: int = 1
+    norm_offset: float = 0.0
+    norm_kind: str = "rms"
+    norm_bias: bool = False
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_cap: float = 0.0
 
     def header(self, n_tokens: int) -> dict[str, Any]:
         """Fields of cflow_header that the model determines."""
@@ -133,9 +192,12 @@ class ModelSpec:
             "n_tokens": n_tokens,
             "context": self.context,
             "tied": int(self.tied),
-            "embedding_scale": 1.0,
+            "embedding_scale": self.embedding_scale,
             "final_norm_eps": self.norm_eps,
-            "final_norm_offset": 0.0,
+            "final_norm_offset": self.norm_offset,
+            "final_norm_kind": native.const.NormKind[self.norm_kind.upper()],
+            "logit_scale": self.logit_scale,
+            "logit_cap": self.logit_cap,
         }
 
     def layer_records(self) -> list[dict[str, Any]]:
@@ -149,7 +211,8 @@ class ModelSpec:
     def global_shapes(self) -> dict[str, tuple[int, ...]]:
         table = (self.vocab_size, self.d_model)
         heads = {} if self.tied else {"head": table}
-        return {"embedding": table, "final_norm": (self.d_model,), **heads}
+        norms = ("final_norm", "final_norm_bias") if self.norm_bias else ("final_norm",)
+        return {"embedding": table, **dict.fromkeys(norms, (self.d_model,)), **heads}
 
     def n_parameters(self) -> int:
         total = sum(math.prod(shape) for shape in self.global_shapes().values())
@@ -174,6 +237,14 @@ class ModelSpec:
                     f"{layer.rope.dim} rotary dimensions of a head of {layer.head_dim}: "
                     "an even number, at most the whole head, is needed"
                 )
+            for divisors in (layer.rope.divisors, layer.rope.long_divisors):
+                if divisors and len(divisors) != layer.rope.dim // 2:
+                    raise ModelError(
+                        f"{len(divisors)} frequency factors for {layer.rope.dim} rotary dimensions; "
+                        f"{layer.rope.dim // 2} are needed"
+                    )
+                if not all(0 < divisor < math.inf for divisor in divisors):
+                    raise ModelError("a frequency factor is not above 0 and finite")
             if layer.top_k > layer.n_experts:
                 raise ModelError(f"{layer.top_k} experts a token, but only {layer.n_experts} exist")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cflow.engine.base.errors import ModelError
 from cflow.engine.files.formats.matrix import Matrix
@@ -22,13 +22,24 @@ class Stacked:
 
 
 @dataclass(frozen=True)
+class Fused:
+    """A tensor that holds the rows of several roles. rows_after: how many parts of the same height
+    follow the role's rows; None: it is the first."""
+
+    name: str
+    rows_after: int | None
+
+
+@dataclass(frozen=True)
 class Naming:
-    """Names as templates with {layer} and {expert}. ignored: a pattern of names without weights."""
+    """Names as templates with {layer} and {expert}. fused: used where the plain name is missing.
+    ignored: a pattern of names without weights."""
 
     plain: dict[str, str]
     stacked: dict[str, Stacked]
     each: dict[str, str]
     ignored: str
+    fused: dict[str, Fused] = field(default_factory=dict)
 
 
 class Weights:
@@ -48,7 +59,24 @@ class Weights:
         self._used: set[str] = set()
 
     def find(self, role: str, layer: int, shape: Shape) -> Matrix:
-        return self._checked(self._naming.plain[role].format(layer=layer), shape)
+        name = self._naming.plain[role].format(layer=layer)
+        fused = self._naming.fused.get(role)
+        if fused and self._shapes.get(name) != shape:
+            whole = fused.name.format(layer=layer)
+            if whole in self._shapes:
+                return self._part(whole, fused, shape)
+        return self._checked(name, shape)
+
+    def _part(self, name: str, fused: Fused, shape: Shape) -> Matrix:
+        total, n_rows = self._shapes[name][0], shape[0]
+        first = 0 if fused.rows_after is None else total - (fused.rows_after + 1) * n_rows
+        if self._shapes[name][1:] != shape[1:] or first < 0 or first + n_rows > total:
+            raise ModelError(
+                f"{self._origin}: tensor {name} has the shape {self._shapes[name]}, which does not "
+                f"hold {shape}"
+            )
+        self._used.add(name)
+        return self._matrix(name).part(first, n_rows)
 
     def find_experts(self, role: str, layer: int, n_experts: int, shape: Shape) -> list[Matrix]:
         """One matrix of `shape` for each expert, from a stacked tensor or separate ones."""

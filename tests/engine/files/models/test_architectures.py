@@ -8,7 +8,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from cflow.engine.files.convert import convert
-from oracles import running, tiny
+from oracles import llama_converter, running, tiny
 from oracles.forward import Forward
 from oracles.model_file import ModelFile
 
@@ -39,6 +39,54 @@ def test_logits_equal_transformers(case: Case) -> None:
             want, _ = tiny.logits_and_routing(case.model, prompt)
             got = running.logits(context, prompt)
             assert running.relative_error(got, want.numpy()).max() < 1e-3
+
+
+# The models whose keys GGUF can express, each geometry of a family.
+GGUF = (
+    *("gemma2", "gemma3", "phi3", "phi3-partial", "ministral3", "llama-yarn", "llama-mlp-bias"),
+    *("smollm3", "granite", "olmo2", "olmo3", "glm4", "cohere2", "exaone4", "exaone4-no-window"),
+    *("seed_oss", "seed_oss-out-bias", "ernie4_5", "ernie4_5-bias", "starcoder2-no-bias"),
+    *("hunyuan-dense", "hunyuan-dense-alpha"),
+)
+
+
+@pytest.fixture(scope="module")
+def gguf_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
+    """Made by llama.cpp's converter, all in one process."""
+    root = tmp_path_factory.mktemp("gguf")
+    models = {name: tiny.build(name) for name in GGUF}
+    for name, model in models.items():
+        tiny.save(model, root / name)
+    llama_converter.convert({root / name: root / f"{name}.gguf" for name in GGUF})
+    return {name: Case(model, root / f"{name}.gguf") for name, model in models.items()}
+
+
+@pytest.mark.parametrize("name", GGUF)
+def test_gguf_logits_equal_transformers(
+    name: str, gguf_files: dict[str, Case], tmp_path: Path
+) -> None:
+    """The converter drops rows of the embedding that have no token (Gemma)."""
+    case, prompt = gguf_files[name], [token % 256 for token in PROMPTS[2]]
+    convert(str(case.path), tmp_path / "model.cflow", quant="f32")
+    want, _ = tiny.logits_and_routing(case.model, prompt)
+    with running.opened(tmp_path / "model.cflow", as_f32=True) as context:
+        got = running.logits(context, prompt)
+    assert running.relative_error(got, want.numpy()[:, : got.shape[1]]).max() < 1e-3
+
+
+@pytest.mark.parametrize(("context", "prompt"), [(64, PROMPTS[1]), (128, PROMPTS[2])])
+def test_longrope_is_chosen_by_the_context_served(
+    context: int, prompt: list[int], tmp_path: Path
+) -> None:
+    """transformers chooses by the length so far: short up to the original 64 positions, then long."""
+    model = tiny.of("Phi3", rope_parameters=tiny.longrope(8), **tiny.LONG)
+    tiny.randomise(model.float().eval(), 0)
+    path = tmp_path / "model.cflow"
+    convert(str(tiny.save(model, tmp_path / "hf")), path, quant="f32")
+    with running.opened(path, as_f32=True, max_context=context) as opened:
+        want, _ = tiny.logits_and_routing(model, prompt)
+        got = running.logits(opened, prompt)
+    assert running.relative_error(got, want.numpy()).max() < 1e-3
 
 
 def test_the_numpy_forward_equals_transformers(case: Case) -> None:

@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 
 from cflow.engine.base.errors import ModelError
-from cflow.engine.files.models.gguf_model import llama3_divisors
-from cflow.engine.files.models.spec import Rope
 from makefiles.conversion import converted, gguf, keys
 from makefiles.gguf_file import Tensor, tiny_llama
 from makefiles.safetensors_file import tiny_folder, tiny_tensors
@@ -19,45 +17,20 @@ def test_llama_of_gguf_rotates_pairs_and_of_hf_halves(tmp_path: Path) -> None:
     assert converted(tiny_folder(tmp_path / "m")).layers[0]["rope_kind"] == 1
 
 
-@pytest.mark.parametrize(("factor", "base"), [(8.0, 5e5), (32.0, 5e5)])
-def test_llama3_scaling_is_found_back_from_rope_freqs(
-    factor: float, base: float, tmp_path: Path
-) -> None:
-    """Divisors from transformers' own function."""
-    from transformers import LlamaConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    parameters = {
-        "rope_type": "llama3",
-        "factor": factor,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-        "rope_theta": base,
-    }
-    config = LlamaConfig(hidden_size=64, num_attention_heads=4, rope_parameters=parameters)
-    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
-    plain = base ** (-np.arange(0, 16, 2) / 16)
-    divisors = (plain / scaled.numpy()).astype(np.float32)
-    builder = keys(tiny_llama(), ("llama.rope.freq_base", "f", base))
-    builder.tensors.append(Tensor("rope_freqs.weight", [8], 0, divisors.tobytes()))
-    layer = converted(gguf(tmp_path, builder)).layers[0]
-    assert layer["rope_scaling"] == 2
-    assert layer["rope_factor"] == pytest.approx(factor, rel=1e-6)
-    assert (layer["rope_low_freq"], layer["rope_high_freq"]) == (1.0, 4.0)
-    assert layer["rope_original_context"] == 8192
-    np.testing.assert_allclose(
-        llama3_divisors(Rope("half", 16, base, "llama3", factor, 1.0, 4.0, 8192)),
-        divisors,
-        rtol=1e-5,
-    )
-
-
-def test_other_rope_freqs_are_refused(tmp_path: Path) -> None:
+def test_rope_freqs_are_the_divisors_of_the_frequencies(tmp_path: Path) -> None:
     builder = tiny_llama()
     factors = np.linspace(1, 5, 8, dtype=np.float32)
     builder.tensors.append(Tensor("rope_freqs.weight", [8], 0, factors.tobytes()))
-    with pytest.raises(ModelError, match=r"rope_freqs\.weight is not Llama 3's"):
+    model = converted(gguf(tmp_path, builder))
+    np.testing.assert_array_equal(model.weight(1, "rope_divisors"), factors)
+
+
+@pytest.mark.parametrize("factors", [np.ones(7), np.zeros(8), np.full(8, np.nan)])
+def test_rope_freqs_that_cannot_be_divisors_are_refused(factors: Any, tmp_path: Path) -> None:
+    builder = tiny_llama()
+    data = factors.astype(np.float32).tobytes()
+    builder.tensors.append(Tensor("rope_freqs.weight", [len(factors)], 0, data))
+    with pytest.raises(ModelError, match=r"frequency factor|NaN or infinite"):
         converted(gguf(tmp_path, builder))
 
 
