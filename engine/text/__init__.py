@@ -7,6 +7,7 @@ model. Imports: base.
     tokenizer        text to token ids and back
     detokenizer      token ids to text, one at a time
     template         chat messages to a prompt
+    jobs             what the renderer is asked and answers
     renderer         the jail in which templates run
     provenance       which characters of a prompt the template wrote
     arguments        arguments of calls that a conversation carries back

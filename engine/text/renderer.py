@@ -18,34 +18,13 @@ import jinja2.parser
 import msgspec
 
 from cflow.engine.text.jail import answer_jobs
+from cflow.engine.text.jobs import TIME_S, Job, Result
 from cflow.engine.text.provenance import Environment, Text, own
 
-TIME_S = 3.0
 MAX_OUTPUT_CHARS = 16 << 20
-
 
 # A role is one of a few words, so it may be part of what the template writes: "<|" + role + "|>".
 ROLES = {"system", "developer", "user", "assistant", "tool"}
-
-
-class Job(msgspec.Struct, frozen=True, array_like=True):
-    """variables: a JSON object, since msgpack has no integers beyond 64 bits. special_tokens: variables
-    that are the template's own text, such as bos_token."""
-
-    variables: bytes
-    special_tokens: dict[str, str] = {}
-
-
-class Result(msgspec.Struct, frozen=True, array_like=True):
-    """own: the spans of the text that the template wrote, in order: first character, one past the
-    last. is_broken: the template has a syntax error, so every rendering fails. is_limit: time or
-    memory ran out."""
-
-    text: str
-    own: list[tuple[int, int]] = []
-    error: str | None = None
-    is_broken: bool = False
-    is_limit: bool = False
 
 
 class _Generation(jinja2.ext.Extension):

@@ -12,7 +12,7 @@ import msgspec
 from cflow.engine.base.errors import TemplateError
 from cflow.engine.text.arguments import arguments_object
 from cflow.engine.text.jail import Jail
-from cflow.engine.text.renderer import TIME_S, Job, Result
+from cflow.engine.text.jobs import TIME_S, Job, Result
 from cflow.engine.text.tokenizer import Span
 
 
