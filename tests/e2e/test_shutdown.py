@@ -65,7 +65,7 @@ def test_more_connections_than_the_usual_limit_are_taken() -> None:
 
 def test_running_streams_finish(start: Callable[..., Server]) -> None:
     server = start(*PATIENT).ready()
-    stream = Stream(server, n=4, max_tokens=400)
+    stream = Stream(server, n=4, max_tokens=150)
     until(lambda: len(stream.events) > 3)
     server.process.send_signal(signal.SIGTERM)
     until(lambda: server.status("/ready") == 503)
@@ -90,7 +90,7 @@ def test_a_signal_to_every_process_is_the_front_ends_to_answer(
     server = start("--api-keys", str(keys), *PATIENT).ready()
     server.http.headers["Authorization"] = "Bearer k"
     server.chat("hi", max_tokens=1)  # which starts the process for templates
-    stream = Stream(server, n=4, max_tokens=400)
+    stream = Stream(server, n=4, max_tokens=150)
     until(lambda: len(stream.events) > 3)
     children = children_of(server.process.pid)
     assert len(children) > len(server.workers()) == 1

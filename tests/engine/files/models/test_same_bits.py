@@ -74,8 +74,10 @@ def test_threads(path: Path, want: Logits, threads: int) -> None:
 @pytest.mark.parametrize("isa", ISAS)
 def test_instruction_sets(path: Path, want: Logits, isa: str) -> None:
     require(isa)
+    is_slow = isa == "scalar" and path.stat().st_size > 50 << 20
+    n = 9 if is_slow else len(PROMPT)
     with running.opened(path, isa=isa) as context:
-        assert_same_bits(running.logits(context, PROMPT), want)
+        assert_same_bits(running.logits(context, PROMPT[:n]), want[:n])
 
 
 def test_prefix_that_another_sequence_left_in_the_cache(context: Context, want: Logits) -> None:
