@@ -24,7 +24,7 @@ CLIENTS := build/clients
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help serve build test test-fast test-native test-python test-accuracy bench bench-peers bench-experts records claims image soak test-page test-clients check format wheel clean
+.PHONY: help serve build test test-fast test-native test-python test-accuracy test-vocabularies bench bench-peers bench-experts records claims image soak test-page test-clients check format wheel clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -79,6 +79,9 @@ test-python: $(VENV)/tools $(VENV)/cflow
 
 test-accuracy: $(VENV)/tools $(VENV)/cflow ## Score the real models on every window of the text
 	CFLOW_TEST_WINDOWS=all $(BIN)/pytest $(ACCURACY)
+
+test-vocabularies: $(VENV)/tools $(VENV)/cflow ## Encode 10,000 random texts with every kind of tokenizer
+	CFLOW_TEST_TEXTS=10000 $(BIN)/pytest -q -n 2 tests/engine/files/models/test_vocabulary_suite.py
 
 soak: $(VENV)/tools $(VENV)/cflow ## Mixed load for 30 minutes, with the worker killed every 3
 	PYTHONPATH=tests $(BIN)/python -P -m e2e.soak $(FLAGS)

@@ -1,48 +1,48 @@
-"""A byte-level BPE tokenizer from GGUF metadata."""
+"""A tokenizer from GGUF metadata."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import IntEnum
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from tokenizers import AddedToken, normalizers
+from tokenizers import Tokenizer, normalizers
 
+from cflow.engine.base.errors import ModelError
 from cflow.engine.files.formats.gguf import GgufFile
+from cflow.engine.files.models import sentencepiece
 from cflow.engine.files.models.fields import Fields
-from cflow.engine.files.models.pretokenizers import guess, pre_tokenizer
+from cflow.engine.files.models.pretokenizers import PreTokenizer, guess, pre_tokenizer
+from cflow.engine.files.models.sentencepiece import Pieces
 from cflow.engine.files.models.vocabulary import (
     SPECIAL,
+    USED,
+    Kind,
     Vocabulary,
+    added_tokens,
     byte_characters,
     byte_level_bpe,
     byte_vocabulary,
+    ids_of,
+    merges_of,
     token_text,
 )
 
-
-class Kind(IntEnum):
-    """tokenizer.ggml.token_type."""
-
-    NORMAL = 1
-    UNKNOWN = 2
-    CONTROL = 3
-    USER_DEFINED = 4
-    UNUSED = 5
-    BYTE = 6
-
-
-# Control tokens that always end an answer: GGUF has room for one end token only, and the list
-# in generation_config.json is lost.
-END_TEXTS = (
-    "<|im_end|>",
+# Added tokens that always end an answer: GGUF has room for one end token only, and the list in
+# generation_config.json is lost.
+END_TEXTS = {
+    *("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|end|>"),
+    *("<end_of_turn>", "<turn|>", "<|tool_response>", "<EOT>", "[EOT]", "<end_of_utterance>"),
+    *("<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<|END_OF_TURN_TOKEN|>", "[e~["),
+}
+# Where a model has these, <|end|> ends a part of an answer only.
+CALL_TEXTS = {"<|call|>", "<|calls|>"}
+KEEPS_SPACES = (
+    "<unk>",
+    "<s>",
     "<|endoftext|>",
-    "<|eot_id|>",
-    "<|eom_id|>",
-    "<|end_of_text|>",
-    "<|end|>",
-)
+)  # Phi-3: the other tokens remove spaces behind them
 SHOWN = 5  # token texts in a note
 GENERATION_KEYS = {
     "general.sampling.temp": "temperature",
@@ -53,6 +53,77 @@ GENERATION_KEYS = {
 }
 
 
+@dataclass(frozen=True)
+class _Built:
+    """A tokenizer, its table, and what holds if the file does not say otherwise."""
+
+    tokenizer: Tokenizer
+    table: list[tuple[bytes, int]]
+    bos: int | None = None
+    eos: int | None = None
+    end: int | None = None  # behind a text to embed
+    add_bos: bool = False
+    notes: tuple[str, ...] = ()
+
+
+class _Tokens:
+    """The lists of the file, checked. keys are for errors."""
+
+    def __init__(self, keys: Fields, metadata: Mapping[str, Any]) -> None:
+        self.keys = keys
+        texts = metadata.get("tokenizer.ggml.tokens")
+        if not isinstance(texts, list) or not texts:
+            raise keys.error("tokenizer.ggml.tokens", "is not a list of strings")
+        kinds = self._numbers(metadata, "tokenizer.ggml.token_type", len(texts), Kind.NORMAL)
+        if not np.isin(kinds, list(Kind)).all():
+            raise keys.error("tokenizer.ggml.token_type", "holds an unknown type")
+        empty = [not text for text in texts]
+        self.texts: list[str] = texts
+        self.kinds = np.where(empty, Kind.UNUSED, kinds)
+        self.merge_lines = metadata.get("tokenizer.ggml.merges")
+        self._metadata = metadata
+
+    def _numbers(self, metadata: Mapping[str, Any], key: str, n: int, default: int) -> Any:
+        values = metadata.get(key, np.full(n, default))
+        if not isinstance(values, np.ndarray) or values.shape != (n,):
+            raise self.keys.error(key, f"does not hold {n} numbers")
+        return values
+
+    def pieces(self, unknown: int | None, prefix: bool = False) -> Pieces:
+        """unknown: its id if the file does not say. prefix: whether text gets a space in front if the
+        file does not say."""
+        keys, n_tokens = self.keys, len(self.texts)
+        scores = self._numbers(self._metadata, "tokenizer.ggml.scores", n_tokens, 0)
+        if not np.isfinite(scores).all():
+            raise keys.error("tokenizer.ggml.scores", "holds a number that is not finite")
+        has_prefix = keys.flag("tokenizer.ggml.add_space_prefix", prefix)
+        is_phi3 = keys.text("general.architecture", "") == "phi3"
+        found = _token(keys, "tokenizer.ggml.unknown_token_id", n_tokens)
+        if found is None and unknown is not None and unknown < n_tokens:
+            found = unknown
+        return Pieces(
+            str(keys.origin),
+            self.texts,
+            self.kinds,
+            scores,
+            found,
+            "each" if has_prefix else "",
+            lambda text: is_phi3 and text not in KEEPS_SPACES,
+        )
+
+    def merges(self) -> list[tuple[str, str]]:
+        if not isinstance(self.merge_lines, list):
+            raise self.keys.error("tokenizer.ggml.merges", "is not a list of strings")
+        pairs = []
+        for line in self.merge_lines:
+            left, space, right = line.partition(" ")
+            if not left or not space or not right:
+                message = f"holds {line!r}, which is not two tokens"
+                raise self.keys.error("tokenizer.ggml.merges", message)
+            pairs.append((left, right))
+        return pairs
+
+
 def vocabulary(file: GgufFile, vocab_size: int, pre: str | None = None) -> Vocabulary:
     """The vocabulary of the file, or one token a byte if it declares none. pre: the pre-tokenizer
     instead of the file's."""
@@ -60,124 +131,156 @@ def vocabulary(file: GgufFile, vocab_size: int, pre: str | None = None) -> Vocab
     model = keys.text("tokenizer.ggml.model")
     if model in ("no_vocab", "none"):
         return byte_vocabulary(vocab_size)
-    if model != "gpt2":
+    if model not in _BUILDERS:
+        known = ", ".join(_BUILDERS)
         raise keys.error(
-            "tokenizer.ggml.model",
-            f"is {model!r}; only byte-level BPE (gpt2) is supported, SentencePiece is not yet",
+            "tokenizer.ggml.model", f"is {model!r}, which is not supported; {known} are"
         )
-    return _bpe(keys, file.metadata, pre)
-
-
-def _bpe(keys: Fields, metadata: Mapping[str, Any], named: str | None) -> Vocabulary:
-    texts, kinds = _tokens(keys, metadata)
-    notes = []
-    name = named or keys.text("tokenizer.ggml.pre", "")
-    if not name:
-        name = guess(keys.text("general.architecture", ""), set(texts), str(keys.origin))
-        notes.append(
-            f"the file lacks tokenizer.ggml.pre; its architecture and vocabulary suggest {name!r}. "
-            "If text is split wrongly, name another: cflow convert --pre NAME"
-        )
-    pre = pre_tokenizer(name, str(keys.origin))
-    vocab = {text: token for token, text in enumerate(texts) if kinds[token] != Kind.UNUSED}
-    notes += _twice(texts, kinds, vocab)
-    added = [
-        AddedToken(text, normalized=False, special=kinds[token] != Kind.USER_DEFINED)
-        for text, token in vocab.items()
-        if kinds[token] in (Kind.CONTROL, Kind.UNKNOWN, Kind.USER_DEFINED)
-    ]
+    tokens = _Tokens(keys, file.metadata)
     try:
-        tokenizer = byte_level_bpe(
-            vocab,
-            _merges(keys, metadata),
-            list(pre.patterns),
-            added,
-            ignore_merges=pre.ignore_merges,
-            normalizer=normalizers.NFC() if pre.nfc else None,
-        )
+        built = _BUILDERS[model](tokens, pre)
+    except ModelError:
+        raise
     except Exception as error:  # the library raises nothing narrower
         raise keys.error("tokenizer.ggml.merges", f"do not fit the tokens: {error}") from error
+    n_tokens = len(tokens.texts)
+    bos, eos, pad = (
+        _token(keys, f"tokenizer.ggml.{name}_token_id", n_tokens)
+        for name in ("bos", "eos", "padding")
+    )
+    eos = built.eos if eos is None else eos
+    end = built.end if built.end is not None else eos
+    adds_end = keys.flag("tokenizer.ggml.add_eos_token", built.end is not None)
+    n_used = max(ids_of(tokens.kinds, *USED), default=-1) + 1
     return Vocabulary(
-        tokenizer_json=tokenizer.to_str().encode(),
-        tokens=_table(texts, kinds),
-        bos_id=_token(keys, "tokenizer.ggml.bos_token_id", len(texts)),
-        add_bos=keys.flag("tokenizer.ggml.add_bos_token", pre.add_bos),
-        end_id=_end_id(keys, len(texts)),
-        eos_ids=_ends(keys, texts, kinds),
-        pad_id=_token(keys, "tokenizer.ggml.padding_token_id", len(texts)),
+        tokenizer_json=built.tokenizer.to_str().encode(),
+        tokens=built.table[:n_used],  # unused tokens at the end pad the embedding
+        bos_id=built.bos if bos is None else bos,
+        add_bos=keys.flag("tokenizer.ggml.add_bos_token", built.add_bos),
+        end_id=end if adds_end else None,
+        eos_ids=_ends(keys, tokens, eos),
+        pad_id=pad,
         chat_template=keys.text("tokenizer.chat_template", "") or None,
         tool_template=keys.text("tokenizer.chat_template.tool_use", "") or None,
         generation={name: keys.number(key) for key, name in GENERATION_KEYS.items() if key in keys},
-        notes=tuple(notes),
+        notes=(*built.notes, *_twice(tokens)),
     )
 
 
-def _twice(texts: list[str], kinds: Any, vocab: dict[str, int]) -> list[str]:
+def _gpt2(tokens: _Tokens, named: str | None) -> _Built:
+    """Byte-level BPE, or BPE of characters where the pre-tokenizer says so."""
+    keys = tokens.keys
+    notes: tuple[str, ...] = ()
+    name = named or keys.text("tokenizer.ggml.pre", "")
+    if not name:
+        name = guess(keys.text("general.architecture", ""), set(tokens.texts), str(keys.origin))
+        notes = (
+            f"the file lacks tokenizer.ggml.pre; its architecture and vocabulary suggest {name!r}. "
+            "If text is split wrongly, name another: cflow convert --pre NAME",
+        )
+    pre = pre_tokenizer(name, str(keys.origin))
+    if pre.raw:
+        return _characters(tokens, pre)
+    if tokens.merge_lines is None and name == "kimi-k2":
+        merges = merges_of(
+            tokens.texts[token] for token in ids_of(tokens.kinds, Kind.NORMAL)
+        )  # a lower id is merged first
+    else:
+        merges = tokens.merges()
+    tokenizer = byte_level_bpe(
+        {tokens.texts[token]: token for token in ids_of(tokens.kinds, *USED)},
+        merges,
+        list(pre.patterns),
+        added_tokens(tokens.texts, tokens.kinds),
+        ignore_merges=pre.whole,
+        normalizer=normalizers.NFC() if pre.nfc else None,
+    )
+    return _Built(tokenizer, _byte_level_table(tokens), add_bos=pre.add_bos, notes=notes)
+
+
+def _characters(tokens: _Tokens, pre: PreTokenizer) -> _Built:
+    pieces = tokens.pieces(None)
+    tokenizer = sentencepiece.bpe(pieces, tokens.merges(), pre.patterns[0])
+    return _Built(tokenizer, pieces.table(), add_bos=pre.add_bos)
+
+
+def _gemma4(tokens: _Tokens, _: str | None) -> _Built:
+    return _characters(tokens, pre_tokenizer("gemma4", str(tokens.keys.origin)))
+
+
+def _llama(tokens: _Tokens, _: str | None) -> _Built:
+    """SentencePiece's BPE."""
+    pieces = tokens.pieces(0, prefix=True)
+    return _Built(sentencepiece.bpe(pieces), pieces.table(), bos=1, eos=2, add_bos=True)
+
+
+def _t5(tokens: _Tokens, _: str | None) -> _Built:
+    """SentencePiece's Unigram."""
+    keys, pieces = tokens.keys, tokens.pieces(2, prefix=True)
+    charsmap = keys.get("tokenizer.ggml.precompiled_charsmap")
+    if charsmap is not None and not (isinstance(charsmap, np.ndarray) and charsmap.itemsize == 1):
+        raise keys.error("tokenizer.ggml.precompiled_charsmap", "is not a list of bytes")
+    tidy = keys.flag("tokenizer.ggml.remove_extra_whitespaces", False)
+    data = b"" if charsmap is None else charsmap.tobytes()
+    end = _token(keys, "tokenizer.ggml.eos_token_id", len(tokens.texts))
+    tokenizer = sentencepiece.unigram(pieces, data, tidy)
+    return _Built(tokenizer, pieces.table(), eos=1, end=1 if end is None else end)
+
+
+def _bert(tokens: _Tokens, _: str | None) -> _Built:
+    keys, pieces, n_tokens = tokens.keys, tokens.pieces(100), len(tokens.texts)
+    lowercase = keys.flag("tokenizer.ggml.normalizer.lowercase", True)
+    strip = keys.flag("tokenizer.ggml.normalizer.strip_accents", lowercase)
+    first = _token(keys, "tokenizer.ggml.cls_token_id", n_tokens)
+    end = _token(
+        keys, "tokenizer.ggml.seperator_token_id", n_tokens
+    )  # the specification's spelling
+    return _Built(
+        sentencepiece.wordpiece(pieces, lowercase=lowercase, strip_accents=strip),
+        pieces.table(),
+        bos=101 if first is None else first,
+        end=102 if end is None else end,
+        add_bos=True,
+    )
+
+
+_BUILDERS = {"gpt2": _gpt2, "llama": _llama, "gemma4": _gemma4, "t5": _t5, "bert": _bert}
+
+
+def _twice(tokens: _Tokens) -> list[str]:
     """A note if ids share a text. The last id encodes it, as in llama.cpp and in the BPE vocabulary
     of Hugging Face, which are maps that later entries overwrite; every id decodes."""
-    lost = [
-        token
-        for token, text in enumerate(texts)
-        if kinds[token] != Kind.UNUSED and vocab[text] != token
-    ]
-    shown = ", ".join(f"{texts[i]!r} ({i} and {vocab[texts[i]]})" for i in lost[:SHOWN])
+    texts, used = tokens.texts, ids_of(tokens.kinds, *USED)
+    last = {texts[token]: token for token in used}
+    lost = [token for token in used if last[texts[token]] != token]
+    shown = ", ".join(f"{texts[i]!r} ({i} and {last[texts[i]]})" for i in lost[:SHOWN])
     more = f" and {len(lost) - SHOWN} more" if len(lost) > SHOWN else ""
     return [f"token texts with two ids, of which the last encodes: {shown}{more}"] if lost else []
 
 
-def _tokens(keys: Fields, metadata: Mapping[str, Any]) -> tuple[list[str], Any]:
-    texts = metadata.get("tokenizer.ggml.tokens")
-    if not isinstance(texts, list) or not texts:
-        raise keys.error("tokenizer.ggml.tokens", "is not a list of strings")
-    kinds = metadata.get("tokenizer.ggml.token_type", np.ones(len(texts), np.int32))
-    if not isinstance(kinds, np.ndarray) or kinds.shape != (len(texts),):
-        raise keys.error("tokenizer.ggml.token_type", f"does not hold {len(texts)} numbers")
-    if not np.isin(kinds, list(Kind)).all():
-        raise keys.error("tokenizer.ggml.token_type", "holds an unknown type")
-    return texts, kinds
-
-
-def _merges(keys: Fields, metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
-    lines = metadata.get("tokenizer.ggml.merges")
-    if not isinstance(lines, list):
-        raise keys.error("tokenizer.ggml.merges", "is not a list of strings")
-    pairs = []
-    for line in lines:
-        left, space, right = line.partition(" ")
-        if not left or not space or not right:
-            raise keys.error("tokenizer.ggml.merges", f"holds {line!r}, which is not two tokens")
-        pairs.append((left, right))
-    return pairs
-
-
-def _table(texts: list[str], kinds: Any) -> list[tuple[bytes, int]]:
-    """The tokens up to the last one in use; the rest pads the embedding."""
-    table = byte_characters()
-    rows = []
-    for text, kind in zip(texts, kinds.tolist(), strict=True):
-        if kind == Kind.UNUSED:
-            rows.append((b"", SPECIAL))
-        elif kind == Kind.NORMAL:
-            rows.append((token_text(text, table), 0))
-        else:
-            rows.append((text.encode(), 0 if kind == Kind.USER_DEFINED else SPECIAL))
-    used = np.flatnonzero(kinds != Kind.UNUSED)
-    return rows[: int(used[-1]) + 1] if used.size else []
+def _byte_level_table(tokens: _Tokens) -> list[tuple[bytes, int]]:
+    texts, kinds, letters = tokens.texts, tokens.kinds, byte_characters()
+    rows = [(b"", SPECIAL)] * len(texts)
+    for token in ids_of(kinds, Kind.NORMAL):
+        rows[token] = token_text(texts[token], letters), 0
+    for token in ids_of(kinds, Kind.USER_DEFINED):
+        rows[token] = texts[token].encode(), 0
+    for token in ids_of(kinds, Kind.CONTROL, Kind.UNKNOWN, Kind.BYTE):
+        rows[token] = texts[token].encode(), SPECIAL
+    return rows
 
 
 def _token(keys: Fields, key: str, n_tokens: int) -> int | None:
     return keys.count(key, high=n_tokens - 1) if key in keys else None
 
 
-def _end_id(keys: Fields, n_tokens: int) -> int | None:
-    adds = keys.flag("tokenizer.ggml.add_eos_token", False)
-    return _token(keys, "tokenizer.ggml.eos_token_id", n_tokens) if adds else None
-
-
-def _ends(keys: Fields, texts: list[str], kinds: Any) -> list[int]:
+def _ends(keys: Fields, tokens: _Tokens, eos: int | None) -> list[int]:
     """The ids that end an answer, the one that the file names as such first."""
-    names = ("eos", "eot", "eom")
-    named = [_token(keys, f"tokenizer.ggml.{name}_token_id", len(texts)) for name in names]
-    control = np.flatnonzero(kinds == Kind.CONTROL).tolist()
-    found = [*named, *(token for token in control if texts[token] in END_TEXTS)]
-    return list(dict.fromkeys(token for token in found if token is not None))
+    texts = tokens.texts
+    named = [_token(keys, f"tokenizer.ggml.{name}_token_id", len(texts)) for name in ("eot", "eom")]
+    added = ids_of(tokens.kinds, Kind.CONTROL, Kind.USER_DEFINED)
+    found = {texts[token]: token for token in added if texts[token] in END_TEXTS}
+    if not CALL_TEXTS.isdisjoint(found):
+        found.pop("<|end|>", None)
+    ids = [eos, *named, *found.values()]
+    return list(dict.fromkeys(token for token in ids if token is not None and token < len(texts)))

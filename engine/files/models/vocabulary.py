@@ -1,12 +1,14 @@
 """Tokens of a model: tokenizer.json, the bytes of every id, and ids with a meaning.
 
-Byte-level BPE only: GPT-2's table maps each byte to one of 256 printable characters.
+Byte-level BPE is built here: GPT-2's table maps each byte to one of 256 printable characters.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from enum import IntEnum
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,20 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from cflow.engine.base.errors import ModelError
 
 SPECIAL = 1  # flag of a token that is never shown
+
+
+class Kind(IntEnum):
+    """What a token is, in tokenizer.ggml.token_type and in SentencePiece's files."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+USED = tuple(kind for kind in Kind if kind != Kind.UNUSED)
 
 
 @dataclass(frozen=True)
@@ -93,6 +109,40 @@ def token_text(token: str, table: dict[str, int]) -> bytes:
         return bytes(table[character] for character in token)
     except KeyError:
         return token.encode()
+
+
+def ids_of(kinds: Any, *wanted: Kind) -> list[int]:
+    """The ids of some kinds of tokens. kinds: an array by id."""
+    ids: list[int] = np.flatnonzero(np.isin(kinds, wanted)).tolist()
+    return ids
+
+
+def added_tokens(
+    texts: Sequence[str], kinds: Any, eats_spaces: Callable[[str], bool] = lambda _: False
+) -> list[AddedToken]:
+    """The tokens that are found in a text before anything else is done with it. eats_spaces: whether
+    the token, by its text, removes the white space behind it."""
+    return [
+        AddedToken(
+            texts[token],
+            normalized=False,
+            special=bool(kinds[token] != Kind.USER_DEFINED),
+            rstrip=eats_spaces(texts[token]),
+        )
+        for token in ids_of(kinds, Kind.CONTROL, Kind.UNKNOWN, Kind.USER_DEFINED)
+    ]
+
+
+def merges_of(pieces: Iterable[str]) -> list[tuple[str, str]]:
+    """Every pair of pieces that forms a piece. pieces: the one to form first in front."""
+    ordered = list(pieces)
+    known = set(ordered)
+    return [
+        (piece[:cut], piece[cut:])
+        for piece in ordered
+        for cut in range(1, len(piece))
+        if piece[:cut] in known and piece[cut:] in known
+    ]
 
 
 def byte_level_bpe(

@@ -160,8 +160,8 @@ def test_a_gguf_vocabulary_becomes_a_tokenizer(tmp_path: Path) -> None:
 
 
 def test_an_unknown_pre_tokenizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"pre is 'viking'.*supported: .*qwen2"):
-        converted(gguf(tmp_path, vocabulary(tiny_llama(vocab=8), "viking")))
+    with pytest.raises(ModelError, match=r"pre is 'klingon'.*supported: .*qwen2"):
+        converted(gguf(tmp_path, vocabulary(tiny_llama(vocab=8), "klingon")))
 
 
 @pytest.mark.parametrize(
