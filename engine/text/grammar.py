@@ -171,7 +171,7 @@ class _Tokens:
         self._tokenizer = tokenizer
 
     def __call__(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_bos=False)
+        return self._tokenizer.encode(text, add_bos=False, begins=False)
 
 
 def _check_size(text: str) -> None:

@@ -44,15 +44,21 @@ class Tokenizer:
         return cls(header.tokenizer_json, header.token_bytes, header.metadata)
 
     def encode(
-        self, text: str, add_bos: bool = True, trusted: Sequence[Span] | None = None
+        self,
+        text: str,
+        add_bos: bool = True,
+        trusted: Sequence[Span] | None = None,
+        begins: bool = True,
     ) -> list[int]:
         """add_bos: put the BOS token first, if the model wants one and the text does not spell it.
+        begins: False for text that continues another, which gets no space in front (SentencePiece).
 
         trusted: the spans, in order, in which text that spells a control token becomes that token;
         None means all of the text. Elsewhere such text is encoded like any other."""
         if self._encoder is None:
             raise ModelError("the model file has no tokenizer; send token ids")
-        ids = self._encoder.encode(text, [(0, len(text))] if trusted is None else trusted)
+        trusted = [(0, len(text))] if trusted is None else trusted
+        ids = self._encoder.encode(text, trusted, begins)
         bos = self.bos_id
         if add_bos and self.adds_bos and bos is not None and ids[:1] != [bos]:
             ids.insert(0, bos)
@@ -94,15 +100,25 @@ class _Encoder:
             key = secrets.token_hex(16)
             self._secret = {spelling: f"<{key}:{i}>" for i, spelling in enumerate(sorted(control))}
             self._finder = _load(_without_model(source, f"<{key}>"))
-            self._tokenizer = _load(_renamed(source, self._secret))
+            found = self._finder.get_added_tokens_decoder()
+            self._control = {
+                id: token.content for id, token in found.items() if token.content in control
+            }
+            source = _renamed(source, self._secret)
+            self._tokenizer = self._continuing = _load(source)
+            steps = {key: source.get(key) for key in ("normalizer", "pre_tokenizer")}
+            bare = {key: _without_prefix(step) for key, step in steps.items()}
+            if bare != steps:
+                self._continuing = _load(source | bare)
         except Exception as error:  # the library raises nothing narrower
             raise ModelError(f"the model file's tokenizer cannot be read: {error}") from error
 
-    def encode(self, text: str, trusted: Sequence[Span]) -> list[int]:
+    def encode(self, text: str, trusted: Sequence[Span], begins: bool) -> list[int]:
+        tokenizer = self._tokenizer if begins else self._continuing
         try:
             hidden = self._hide(text, trusted)
             # Only the batch methods release the GIL.
-            (encoding,) = self._tokenizer.encode_batch_fast([hidden], add_special_tokens=False)
+            (encoding,) = tokenizer.encode_batch_fast([hidden], add_special_tokens=False)
         except TypeError as error:  # the only one possible for a str
             message = "the text is not Unicode: it holds half of a surrogate pair"
             raise EngineError("invalid_request", message) from error
@@ -123,9 +139,10 @@ class _Encoder:
         for (first, _), found in zip(
             trusted, self._finder.encode_batch(spans, add_special_tokens=False), strict=True
         ):
-            for spelling, (start, end) in zip(found.tokens, found.offsets, strict=True):
-                if spelling in self._secret:
-                    yield spelling, first + start, first + end
+            # The offsets of a token that removes white space beside it include that space.
+            for id, (start, end) in zip(found.ids, found.offsets, strict=True):
+                if id in self._control:
+                    yield self._control[id], first + start, first + end
 
 
 def _is_control(token: Mapping[str, Any], token_bytes: TokenBytes, template: str) -> bool:
@@ -139,6 +156,20 @@ def _without_model(source: Mapping[str, Any], unknown: str) -> dict[str, Any]:
     """A tokenizer that finds the added tokens of `source`; all other text is `unknown`."""
     model = {"type": "WordLevel", "vocab": {unknown: 0}, "unk_token": unknown}
     return {**source, "model": model, "pre_tokenizer": None, "decoder": None}
+
+
+def _without_prefix(step: Any) -> Any:
+    """A step of normalising or cutting text, without the space in front of text; None for no step."""
+    if not isinstance(step, Mapping):
+        return step
+    if step.get("type") == "Prepend":
+        return None
+    off = {"prepend_scheme": "never", "add_prefix_space": False}
+    changed = {key: off.get(key, value) for key, value in step.items()}
+    for key in ("normalizers", "pretokenizers"):
+        if key in step:
+            changed[key] = [part for part in map(_without_prefix, step[key]) if part is not None]
+    return changed
 
 
 def _renamed(source: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:

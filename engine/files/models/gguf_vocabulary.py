@@ -89,7 +89,7 @@ class _Tokens:
             raise self.keys.error(key, f"does not hold {n} numbers")
         return values
 
-    def pieces(self, unknown: int | None, prefix: bool = False) -> Pieces:
+    def pieces(self, unknown: int | None, prefix: bool = False, **options: Any) -> Pieces:
         """unknown: its id if the file does not say. prefix: whether text gets a space in front if the
         file does not say."""
         keys, n_tokens = self.keys, len(self.texts)
@@ -107,8 +107,9 @@ class _Tokens:
             self.kinds,
             scores,
             found,
-            "each" if has_prefix else "",
-            lambda text: is_phi3 and text not in KEEPS_SPACES,
+            prefix="each" if has_prefix else "",
+            eats_spaces=lambda text: is_phi3 and text not in KEEPS_SPACES,
+            **options,
         )
 
     def merges(self) -> list[tuple[str, str]]:
@@ -216,14 +217,14 @@ def _llama(tokens: _Tokens, _: str | None) -> _Built:
 
 def _t5(tokens: _Tokens, _: str | None) -> _Built:
     """SentencePiece's Unigram."""
-    keys, pieces = tokens.keys, tokens.pieces(2, prefix=True)
-    charsmap = keys.get("tokenizer.ggml.precompiled_charsmap")
-    if charsmap is not None and not (isinstance(charsmap, np.ndarray) and charsmap.itemsize == 1):
-        raise keys.error("tokenizer.ggml.precompiled_charsmap", "is not a list of bytes")
+    keys, key = tokens.keys, "tokenizer.ggml.precompiled_charsmap"
+    charsmap = np.empty(0, np.uint8) if keys.get(key) is None else keys.get(key)
+    if not isinstance(charsmap, np.ndarray) or charsmap.itemsize != 1:
+        raise keys.error(key, "is not a list of bytes")
     tidy = keys.flag("tokenizer.ggml.remove_extra_whitespaces", False)
-    data = b"" if charsmap is None else charsmap.tobytes()
+    pieces = tokens.pieces(2, prefix=True, charsmap=charsmap.tobytes(), tidy=tidy)
     end = _token(keys, "tokenizer.ggml.eos_token_id", len(tokens.texts))
-    tokenizer = sentencepiece.unigram(pieces, data, tidy)
+    tokenizer = sentencepiece.unigram(pieces)
     return _Built(tokenizer, pieces.table(), eos=1, end=1 if end is None else end)
 
 

@@ -1,17 +1,24 @@
-"""A byte-level BPE tokenizer from a Hugging Face folder."""
+"""A tokenizer from a Hugging Face folder: tokenizer.json, else tokenizer.model."""
 
 from __future__ import annotations
 
+import base64
+import re
+from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 from tokenizers import Tokenizer
 
 from cflow.engine.base.errors import ModelError
 from cflow.engine.base.metadata import GENERATION_RANGES
 from cflow.engine.files.formats.safetensors import SafetensorsFolder, parse_json
+from cflow.engine.files.models import sentencepiece, sentencepiece_file
 from cflow.engine.files.models.fields import Fields
+from cflow.engine.files.models.sentencepiece import BYTE, SPACE, Pieces
 from cflow.engine.files.models.vocabulary import (
     SPECIAL,
+    Kind,
     Vocabulary,
     byte_characters,
     byte_vocabulary,
@@ -19,23 +26,32 @@ from cflow.engine.files.models.vocabulary import (
     token_text,
 )
 
-TOKENIZER_FILES = ("tokenizer.model", "vocab.json", "tokenizer_config.json")
+TOKEN_ID = re.compile("[0-9]{1,9}")
+TOKENIZER_FILES = ("vocab.json", "vocab.txt", "tokenizer_config.json")
 
 
 def vocabulary(folder: SafetensorsFolder, vocab_size: int) -> Vocabulary:
-    """tokenizer.json, with the ids that the configs name. A folder without any tokenizer file (a test
-    model) gets one token a byte."""
+    """tokenizer.json, else one made of tokenizer.model, with the ids that the configs name. A folder
+    without any tokenizer file (a test model) gets one token a byte."""
     origin = str(folder.path)
     data = folder.text("tokenizer.json")
     configs = [_optional(folder, n) for n in ("generation_config.json", "tokenizer_config.json")]
     generation, settings = (Fields(config, origin) for config in configs)
     config = Fields(folder.config, origin)
-    if data is None:
-        base = _without_tokenizer(folder, vocab_size)
-        tokenizer = None
-    else:
+    model = folder.text("tokenizer.model") if data is None else None
+    tokenizer = None
+    if data is not None:
         tokenizer = _tokenizer(data, f"{origin}/tokenizer.json")
         base = Vocabulary(data, _tokens(tokenizer, vocab_size, origin))
+    elif model is not None:
+        pieces, is_unigram = _pieces(folder, model, settings, vocab_size)
+        try:
+            tokenizer = sentencepiece.unigram(pieces) if is_unigram else sentencepiece.bpe(pieces)
+        except Exception as error:  # the library raises nothing narrower
+            raise ModelError(f"{pieces.origin}: {error}") from error
+        base = Vocabulary(tokenizer.to_str().encode(), pieces.table())
+    else:
+        base = _without_tokenizer(folder, vocab_size)
     bos = _token_id(tokenizer, settings, "bos_token")
     ends = [*config.ids("eos_token_id"), *generation.ids("eos_token_id")]
     if (named := _token_id(tokenizer, settings, "eos_token")) is not None:
@@ -46,7 +62,7 @@ def vocabulary(folder: SafetensorsFolder, vocab_size: int) -> Vocabulary:
         tokenizer_json=base.tokenizer_json,
         tokens=base.tokens,
         bos_id=bos_id,
-        add_bos=_adds_bos(tokenizer, settings, bos_id),
+        add_bos=_adds_bos(tokenizer, settings, bos_id, default=model is not None),
         end_id=_end_id(tokenizer),
         eos_ids=list(dict.fromkeys(ends)),
         pad_id=_token_id(tokenizer, settings, "pad_token"),
@@ -65,29 +81,111 @@ def _without_tokenizer(folder: SafetensorsFolder, vocab_size: int) -> Vocabulary
     found = [name for name in TOKENIZER_FILES if (folder.path / name).exists()]
     if found:
         raise ModelError(
-            f"{folder.path} has {', '.join(found)} but no tokenizer.json; only byte-level BPE in "
-            "a tokenizer.json is supported"
+            f"{folder.path} has {', '.join(found)} but neither tokenizer.json nor tokenizer.model"
         )
     return byte_vocabulary(vocab_size)
 
 
+def _pieces(
+    folder: SafetensorsFolder, data: bytes, settings: Fields, vocab_size: int
+) -> tuple[Pieces, bool]:
+    """The pieces of tokenizer.model and of the files that add to them; whether they are Unigram's."""
+    origin = str(folder.path / "tokenizer.model")
+    file = sentencepiece_file.read(data, origin)
+    texts, kinds, scores = list(file.texts), list(file.kinds), list(file.scores)
+    check_rows(len(texts), vocab_size, origin)
+    eaters = set()
+    for token, text, entry in _added(folder, settings):
+        check_rows(token + 1, vocab_size, origin)
+        n_new = token + 1 - len(texts)
+        texts.extend([""] * n_new)
+        scores.extend([0.0] * n_new)
+        kinds.extend([int(Kind.UNUSED)] * n_new)
+        is_byte = text == texts[token] and kinds[token] == Kind.BYTE
+        if not is_byte and kinds[token] != Kind.UNKNOWN:
+            kinds[token] = Kind.CONTROL if entry.get("special") else Kind.USER_DEFINED
+        texts[token] = text
+        eaters |= {text} if entry.get("rstrip") is True else set()
+    kinds_by_id = np.where([not text for text in texts], Kind.UNUSED, kinds)
+    unknown = [token for token, kind in enumerate(kinds) if kind == Kind.UNKNOWN]
+    # Newer tokenizers of Hugging Face ("legacy" is false) put a space before the text only.
+    prefix = "each" if settings.flag("legacy", True) else "first"
+    pieces = Pieces(
+        origin,
+        texts,
+        kinds_by_id,
+        np.array(scores, np.float32),
+        unknown[0] if unknown else None,
+        prefix=prefix if file.has_prefix else "",
+        eats_spaces=eaters.__contains__,
+        charsmap=file.charsmap,
+        tidy=file.is_tidy,
+    )
+    return pieces, file.is_unigram
+
+
+def _added(
+    folder: SafetensorsFolder, settings: Fields
+) -> Iterator[tuple[int, str, dict[str, Any]]]:
+    """Id, text and entry of each token that the configs add or change."""
+    for text, token in _optional(folder, "added_tokens.json").items():
+        if type(token) is int and token >= 0:
+            yield token, text, {}
+    entries = settings.get("added_tokens_decoder")
+    for token, entry in entries.items() if isinstance(entries, dict) else ():
+        if (
+            TOKEN_ID.fullmatch(token)
+            and isinstance(entry, dict)
+            and isinstance(entry.get("content"), str)
+        ):
+            yield int(token), entry["content"], entry
+
+
 def _tokenizer(data: bytes, origin: str) -> Tokenizer:
-    """The parsed tokenizer. Raises ModelError unless it is byte-level BPE."""
+    """The parsed tokenizer. Raises ModelError unless the bytes of its tokens are known."""
     settings = parse_json(data, origin)
-    model = settings.get("model")
-    kind = model.get("type", "BPE") if isinstance(model, dict) else None
-    decoder = settings.get("decoder")
-    byte_level = isinstance(decoder, dict) and "ByteLevel" in str(decoder)
-    if kind != "BPE" or not byte_level or (isinstance(model, dict) and model.get("byte_fallback")):
-        raise ModelError(f"{origin}: only byte-level BPE is supported, this is {kind}")
+    for charsmap in _charsmaps(settings.get("normalizer")):
+        sentencepiece.check_charsmap(charsmap, origin)
     try:
-        return Tokenizer.from_str(data.decode())
+        tokenizer = Tokenizer.from_str(data.decode())
     except Exception as error:  # the library has no narrower type
         raise ModelError(f"{origin}: {error}") from error
+    kind = type(tokenizer.model).__name__
+    if _style(tokenizer) is None:
+        raise ModelError(
+            f"{origin}: this is {kind}; BPE of bytes, SentencePiece and WordPiece are supported"
+        )
+    return tokenizer
+
+
+def _charsmaps(normalizer: Any) -> Iterator[bytes]:
+    """The rules of normalisation that the library does not check, at any depth."""
+    waiting = [normalizer]
+    while waiting:
+        step = waiting.pop()
+        if isinstance(step, dict):
+            if step.get("type") == "Precompiled":
+                try:
+                    yield base64.b64decode(step.get("precompiled_charsmap") or b"")
+                except (ValueError, TypeError):
+                    yield b""
+            waiting += step.values()
+        elif isinstance(step, list):
+            waiting += step
+
+
+def _style(tokenizer: Tokenizer) -> str | None:
+    """How tokens spell bytes: in GPT-2's letters, with U+2581 for a space, or as parts of words."""
+    kind, decoder = type(tokenizer.model).__name__, repr(tokenizer.decoder)
+    if kind == "BPE" and "ByteLevel" in decoder:
+        return "letters"
+    if kind in ("BPE", "Unigram") and (SPACE in decoder or "Metaspace" in decoder):
+        return "spaces"
+    return "words" if kind == "WordPiece" else None
 
 
 def _tokens(tokenizer: Tokenizer, vocab_size: int, origin: str) -> list[tuple[bytes, int]]:
-    table = byte_characters()
+    table, style = byte_characters(), _style(tokenizer)
     added = tokenizer.get_added_tokens_decoder()
     vocab = {token: text for text, token in tokenizer.get_vocab(with_added_tokens=True).items()}
     n_tokens = max(vocab, default=-1) + 1
@@ -97,11 +195,21 @@ def _tokens(tokenizer: Tokenizer, vocab_size: int, origin: str) -> list[tuple[by
         if token in added:
             entry = added[token]
             rows.append((entry.content.encode(), SPECIAL if entry.special else 0))
-        elif token in vocab:
-            rows.append((token_text(vocab[token], table), 0))
-        else:
+        elif token not in vocab:
             rows.append((b"", SPECIAL))
+        elif style == "letters":
+            rows.append((token_text(vocab[token], table), 0))
+        elif style == "words":
+            rows.append((_part(vocab[token]).encode(), 0))
+        elif byte := BYTE.fullmatch(vocab[token]):
+            rows.append((bytes.fromhex(byte[1]), 0))
+        else:
+            rows.append((vocab[token].replace(SPACE, " ").encode(), 0))
     return rows
+
+
+def _part(text: str) -> str:
+    return text.removeprefix("##") if text.startswith("##") else f" {text}"
 
 
 def _token_id(tokenizer: Tokenizer | None, settings: Fields, key: str) -> int | None:
@@ -115,12 +223,14 @@ def _token_id(tokenizer: Tokenizer | None, settings: Fields, key: str) -> int | 
     return token
 
 
-def _adds_bos(tokenizer: Tokenizer | None, settings: Fields, bos_id: int | None) -> bool:
+def _adds_bos(
+    tokenizer: Tokenizer | None, settings: Fields, bos_id: int | None, default: bool
+) -> bool:
     """Whether BOS is added: by the tokenizer's post-processor, else by the config."""
     if tokenizer is None or bos_id is None:
         return False
     ids = tokenizer.encode("a").ids
-    return ids[:1] == [bos_id] or settings.flag("add_bos_token", False)
+    return ids[:1] == [bos_id] or settings.flag("add_bos_token", default)
 
 
 def _end_id(tokenizer: Tokenizer | None) -> int | None:

@@ -32,7 +32,9 @@ class Pieces:
 
     prefix: where text gets a space in front: "" (nowhere), "first" (where the text begins), "each"
     (there, and behind each added token). eats_spaces: whether an added token, by its text, removes
-    the white space behind it. Raises ModelError for a byte that is not spelt <0xNN>.
+    the white space behind it. charsmap: rules of normalisation in SentencePiece's form. tidy: whether
+    spaces at both ends, and all but one of several, are removed. Raises ModelError for a byte that is
+    not spelt <0xNN>, and for a damaged charsmap.
     """
 
     def __init__(
@@ -44,6 +46,8 @@ class Pieces:
         unknown: int | None,
         prefix: str = "",
         eats_spaces: Callable[[str], bool] = lambda _: False,
+        charsmap: bytes = b"",
+        tidy: bool = False,
     ) -> None:
         # A token that users defined is looked for in the text as it is, before spaces are replaced.
         user_defined = np.asarray(kinds) == Kind.USER_DEFINED
@@ -53,7 +57,10 @@ class Pieces:
         ]
         self.kinds, self.scores, self.origin = kinds, scores, origin
         self.unknown, self.prefix, self.eats_spaces = unknown, prefix, eats_spaces
-        for token in np.flatnonzero(kinds == Kind.BYTE).tolist():
+        self.charsmap, self.tidy = charsmap, tidy
+        if charsmap:
+            check_charsmap(charsmap, origin)
+        for token in ids_of(kinds, Kind.BYTE):
             if not BYTE.fullmatch(texts[token]):
                 raise ModelError(
                     f"{origin}: token {token} is a byte, but its text is {texts[token]!r}; "
@@ -96,12 +103,11 @@ def bpe(
     tokenizer = Tokenizer(model)
     if pattern is not None:
         tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
-    return _finished(tokenizer, pieces, [])
+    return _finished(tokenizer, pieces)
 
 
-def unigram(pieces: Pieces, charsmap: bytes = b"", tidy: bool = False) -> Tokenizer:
-    """The most probable pieces of a text. charsmap: rules of normalisation in SentencePiece's form.
-    tidy: remove spaces at both ends, and all but one of several."""
+def unigram(pieces: Pieces) -> Tokenizer:
+    """The most probable pieces of a text."""
     normal = pieces.scores[pieces.kinds == Kind.NORMAL]
     lowest = float(normal.min()) if normal.size else 0.0
     texts, scores = list(pieces.texts), pieces.scores.astype(float)
@@ -112,18 +118,15 @@ def unigram(pieces: Pieces, charsmap: bytes = b"", tidy: bool = False) -> Tokeni
     scores[bytes_] = 8 * lowest  # less than the characters of <0xNN>, typed by a user
     vocab = list(zip(texts, scores.tolist(), strict=True))
     tokenizer = Tokenizer(models.Unigram(vocab, pieces.unknown, bool(bytes_)))
-    steps: list[Any] = []
-    if charsmap:
-        _check_charsmap(charsmap, pieces.origin)
-        steps.append(normalizers.Precompiled(charsmap))
-    if tidy:
+    return _finished(tokenizer, pieces)
+
+
+def _finished(tokenizer: Tokenizer, pieces: Pieces) -> Tokenizer:
+    """Adds normalisation, the replacement of spaces, and the added tokens."""
+    steps: list[Any] = [normalizers.Precompiled(pieces.charsmap)] if pieces.charsmap else []
+    if pieces.tidy:
         steps.append(normalizers.Replace(Regex(r"\A +| +\z"), ""))
         steps.append(normalizers.Replace(Regex(" {2,}"), " "))
-    return _finished(tokenizer, pieces, steps)
-
-
-def _finished(tokenizer: Tokenizer, pieces: Pieces, steps: list[Any]) -> Tokenizer:
-    """Adds the steps of normalisation, the replacement of spaces, and the added tokens."""
     undone = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if pieces.prefix == "first":
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, "first", split=False)
@@ -164,7 +167,7 @@ def _continued(text: str) -> str:
     return text[1:] if text.startswith(SPACE) else f"##{text}"
 
 
-def _check_charsmap(data: bytes, origin: str) -> None:
+def check_charsmap(data: bytes, origin: str) -> None:
     """Raises ModelError if walking the rules could leave them: the library does not check.
 
     A double array: u32 size, units of u32, then the replacements, each with a NUL behind it. A unit
