@@ -48,7 +48,7 @@ def fetch(entry: Entry, out: Path, report: Report) -> None:
         with open(out, "xb") as file:
             for part in entry.parts:
                 _append(entry, part, file, digest.update)
-                report(f"fetching {entry.name}", file.tell(), entry.bytes)
+                report(f"fetching {entry.name}, licence {entry.licence}", file.tell(), entry.bytes)
         if digest.hexdigest() != entry.sha256:
             raise ModelError(
                 f"{entry.name}: what was fetched has the SHA-256 {digest.hexdigest()}, "

@@ -32,7 +32,7 @@ from cflow.engine.files import catalogue
 from cflow.engine.files.catalogue import Entry
 from cflow.engine.files.formats.magic import MAGIC
 
-CONVERTER = 4  # raise it when the same source converts to another file
+CONVERTER = 5  # raise it when the same source converts to another file
 BUNDLED = "tinystories"
 BUNDLED_FILE = Path(__file__).parent / "data" / "tinystories.cflow"
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja")

