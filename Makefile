@@ -81,7 +81,8 @@ test-accuracy: $(VENV)/tools $(VENV)/cflow ## Score the real models on every win
 	CFLOW_TEST_WINDOWS=all $(BIN)/pytest $(ACCURACY)
 
 test-vocabularies: $(VENV)/tools $(VENV)/cflow ## Encode 10,000 random texts with every kind of tokenizer
-	CFLOW_TEST_TEXTS=10000 $(BIN)/pytest -q -n 2 tests/engine/files/models/test_vocabulary_suite.py
+	CFLOW_TEST_TEXTS=10000 $(BIN)/pytest -q -n 2 tests/engine/files/models/test_vocabulary_suite.py \
+		tests/engine/files/models/test_random_texts.py
 
 soak: $(VENV)/tools $(VENV)/cflow ## Mixed load for 30 minutes, with the worker killed every 3
 	PYTHONPATH=tests $(BIN)/python -P -m e2e.soak $(FLAGS)

@@ -1,9 +1,15 @@
 """Small models converted, and the edits that make them wrong."""
 
+import struct
 from pathlib import Path
 from typing import Any
 
+from cflow.engine.base.native_types import TokenBytes
 from cflow.engine.files.convert import convert
+from cflow.engine.files.formats.gguf import GgufFile
+from cflow.engine.files.models import gguf_vocabulary
+from cflow.engine.files.models.vocabulary import Vocabulary
+from cflow.engine.text.tokenizer import Tokenizer
 from makefiles.gguf_file import GgufBuilder, Tensor
 from oracles.model_file import ModelFile
 
@@ -47,3 +53,19 @@ def vocabulary(builder: GgufBuilder, pre: str = "gpt-2") -> GgufBuilder:
         ("tokenizer.ggml.eos_token_id", "I", 5),
         ("tokenizer.ggml.bos_token_id", "I", 5),
     )
+
+
+def bare_vocabulary(path: Path, folder: Path, pre: str | None = None) -> Vocabulary:
+    """The vocabulary of a GGUF file that has no tensors: it is copied to folder with one."""
+    data = path.read_bytes()
+    info = struct.pack("<Q1sIQIQ", 1, b"t", 1, 1, 0, 0)
+    data = data[:8] + struct.pack("<Q", 1) + data[16:] + info
+    copy = folder / path.name
+    copy.write_bytes(data + bytes(-len(data) % 32) + bytes(4))
+    with GgufFile(copy) as file:
+        return gguf_vocabulary.vocabulary(file, 1 << 20, pre)
+
+
+def encoder(found: Vocabulary) -> Tokenizer:
+    table = TokenBytes([text for text, _ in found.tokens], bytes(f for _, f in found.tokens))
+    return Tokenizer(found.tokenizer_json, table, found.metadata())

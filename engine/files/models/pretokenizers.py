@@ -65,8 +65,8 @@ _KIMI = r"\p{Han}+|" + _cased(
     f"{_CONTRACTIONS}?", rf"\p{{N}}{{1,3}}|{_PUNCTUATION}|{_SPACES}", r"&&[^\p{Han}]"
 )
 # Numbers in groups of three digits from the right. The published lookahead takes quadratic time for
-# a long number, these take linear time: the number, then its first digits, then groups of three.
-_THREES = (r"(?<!\d)\d++\b", r"\A\d{1,2}(?=(?:\d{3})*\z)", r"\d{3}")
+# a long number, these take linear time: the number, then its first digits; three by three the rest.
+_THREES = (r"(?<!\d)\d++\b", r"\A\d{1,2}(?=(?:\d{3})*\z)")
 _AFMOE_DIGITS = (r"\p{N}+", r"\A\p{N}{1,2}(?=(?:\p{N}{3})*\z)", r"\p{N}{3}")
 
 _CJK = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"

@@ -13,11 +13,9 @@ import sentencepiece
 from sentencepiece import sentencepiece_model_pb2
 
 from cflow.engine.base.errors import ModelError
-from cflow.engine.base.native_types import TokenBytes
 from cflow.engine.files.convert import open_source
 from cflow.engine.files.models.vocabulary import Vocabulary
-from cflow.engine.text.tokenizer import Tokenizer
-from makefiles.conversion import gguf, keys
+from makefiles.conversion import encoder, gguf, keys
 from makefiles.gguf_file import tiny_llama
 from makefiles.safetensors_file import tiny_folder, tiny_tensors
 from oracles.random_texts import texts
@@ -84,11 +82,6 @@ def opened(path: Path) -> Vocabulary:
     return source.vocabulary
 
 
-def tokenizer(found: Vocabulary) -> Tokenizer:
-    table = TokenBytes([text for text, _ in found.tokens], bytes(f for _, f in found.tokens))
-    return Tokenizer(found.tokenizer_json, table, found.metadata())
-
-
 @pytest.mark.parametrize("options", [LLAMA, GEMMA, XLMR], ids=["llama", "gemma", "xlmr"])
 @pytest.mark.parametrize("form", ["folder", "gguf"])
 def test_random_texts_encode_as_in_sentencepiece(
@@ -97,7 +90,7 @@ def test_random_texts_encode_as_in_sentencepiece(
     model = trained(json.dumps(options))
     theirs = sentencepiece.SentencePieceProcessor(model_proto=model)
     made = gguf_file if form == "gguf" else folder
-    ours = tokenizer(opened(made(tmp_path, model)))
+    ours = encoder(opened(made(tmp_path, model)))
     for text in [*texts(500, 3), "", " ", "a  b   c    d", "<s> </s><unk><0x41>"]:
         ids = ours.encode(text, add_bos=False, trusted=())
         assert ids == theirs.encode(text), text
@@ -130,7 +123,7 @@ def test_a_folder_adds_tokens(tmp_path: Path) -> None:
     path = folder(tmp_path, trained(json.dumps(LLAMA)), added_tokens_decoder=entries)
     found = opened(path)
     assert found.tokens[VOCAB:] == [(b"<|end|>", 1), (b"", 1), (b"", 1), (b"<think>", 0)]
-    ours = tokenizer(found)
+    ours = encoder(found)
     the, of = (ours.encode(text, add_bos=False) for text in ("the", "of"))
     ids = ours.encode("the<|end|> \n the<think>of", add_bos=False)
     assert ids == [*the, VOCAB, *the, VOCAB + 3, *of]
@@ -140,13 +133,13 @@ def test_a_folder_adds_tokens(tmp_path: Path) -> None:
 def test_a_space_goes_before_each_text_or_the_first(
     legacy: bool, n_spaces: int, tmp_path: Path
 ) -> None:
-    ours = tokenizer(opened(folder(tmp_path, trained(json.dumps(LLAMA)), legacy=legacy)))
+    ours = encoder(opened(folder(tmp_path, trained(json.dumps(LLAMA)), legacy=legacy)))
     assert ours.decode(ours.encode("x</s>y")).count(" ") == n_spaces
     assert ours.decode(ours.encode("x", begins=False)) == "x"
 
 
 def test_a_control_token_that_a_user_writes_is_text(tmp_path: Path) -> None:
-    ours = tokenizer(opened(folder(tmp_path, trained(json.dumps(LLAMA)))))
+    ours = encoder(opened(folder(tmp_path, trained(json.dumps(LLAMA)))))
     text, own = "<s>the </s> of</s>", [(0, 3), (14, 18)]
     ids = ours.encode(text, trusted=own)
     assert (ids[0], ids[-1]) == (1, 2)
@@ -164,7 +157,7 @@ def test_a_damaged_file_is_refused_or_read(tmp_path: Path) -> None:
             data[at] = chance.integers(256)
         (path / "tokenizer.model").write_bytes(data)
         try:
-            tokenizer(opened(path)).encode("the text, the \uff41\uff42 x\u0301")
+            encoder(opened(path)).encode("the text, the \uff41\uff42 x\u0301")
         except ModelError:
             n_refused += 1
     assert 20 < n_refused < 150

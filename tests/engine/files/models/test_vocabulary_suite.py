@@ -1,40 +1,19 @@
 """llama.cpp's vocabularies: every one opens, and its tests' texts become the expected ids."""
 
 import os
-import struct
 import unicodedata
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from cflow.engine.base.native_types import TokenBytes
-from cflow.engine.files.formats.gguf import GgufFile
-from cflow.engine.files.models import gguf_vocabulary
-from cflow.engine.files.models.vocabulary import Vocabulary
-from cflow.engine.text.tokenizer import Tokenizer
+from makefiles.conversion import bare_vocabulary, encoder
 from oracles import llama_cpp
 
 BORDER = "\n__ggml_vocab_test__\n"
 FILES = sorted((llama_cpp.source() / "models").glob("ggml-vocab-*.gguf"))
 SMALL = 3 << 20  # bytes; the larger ones take most of a minute together: make test-vocabularies
 SHOWN = [path for path in FILES if path.stat().st_size < SMALL or "CFLOW_TEST_TEXTS" in os.environ]
-
-
-def opened(path: Path, folder: Path) -> Vocabulary:
-    """The vocabulary of the file, with the one tensor that a model must have."""
-    data = path.read_bytes()
-    info = struct.pack("<Q1sIQIQ", 1, b"t", 1, 1, 0, 0)
-    data = data[:8] + struct.pack("<Q", 1) + data[16:] + info
-    copy = folder / path.name
-    copy.write_bytes(data + bytes(-len(data) % 32) + bytes(4))
-    with GgufFile(copy) as file:
-        return gguf_vocabulary.vocabulary(file, 1 << 20)
-
-
-def tokenizer(found: Vocabulary) -> Tokenizer:
-    table = TokenBytes([text for text, _ in found.tokens], bytes(f for _, f in found.tokens))
-    return Tokenizer(found.tokenizer_json, table, found.metadata())
 
 
 def test_the_suite_is_whole() -> None:
@@ -44,20 +23,20 @@ def test_the_suite_is_whole() -> None:
 
 @pytest.mark.parametrize("path", SHOWN, ids=lambda path: path.stem)
 def test_a_vocabulary_opens_and_encodes_as_expected(path: Path, tmp_path: Path) -> None:
-    found = opened(path, tmp_path)
-    encoder = tokenizer(found)
+    found = bare_vocabulary(path, tmp_path)
+    ours = encoder(found)
     given, wanted = (path.with_name(path.name + end) for end in (".inp", ".out"))
     if not given.exists():
-        assert encoder.decode(encoder.encode("Hello world", add_bos=False)).strip() == "Hello world"
+        assert ours.decode(ours.encode("Hello world", add_bos=False)).strip() == "Hello world"
         return
     texts = given.read_text().removesuffix(BORDER).split(BORDER)
     lines = wanted.read_text().removesuffix("\n").split("\n")
     for text, line in zip(texts, lines, strict=True):
         ids = [int(id) for id in line.split()]
         if unicodedata.is_normalized("NFC", text):
-            assert encoder.encode(text, add_bos=False, trusted=()) == ids, text
+            assert ours.encode(text, add_bos=False, trusted=()) == ids, text
         else:  # llama.cpp does not compose accents; Qwen's own tokenizer does
             assert found.tokenizer_json.count(b'{"type":"NFC"}') == 1
             bare = found.tokenizer_json.replace(b'{"type":"NFC"}', b"null")
-            same = tokenizer(replace(found, tokenizer_json=bare))
+            same = encoder(replace(found, tokenizer_json=bare))
             assert same.encode(text, add_bos=False, trusted=()) == ids, text
