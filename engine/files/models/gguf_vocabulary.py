@@ -63,6 +63,7 @@ class _Built:
     eos: int | None = None
     end: int | None = None  # behind a text to embed
     add_bos: bool = False
+    needs_bos: bool = False  # whatever the file says
     notes: tuple[str, ...] = ()
 
 
@@ -157,7 +158,7 @@ def vocabulary(file: GgufFile, vocab_size: int, pre: str | None = None) -> Vocab
         tokenizer_json=built.tokenizer.to_str().encode(),
         tokens=built.table[:n_used],  # unused tokens at the end pad the embedding
         bos_id=built.bos if bos is None else bos,
-        add_bos=keys.flag("tokenizer.ggml.add_bos_token", built.add_bos),
+        add_bos=built.needs_bos or keys.flag("tokenizer.ggml.add_bos_token", built.add_bos),
         end_id=end if adds_end else None,
         eos_ids=_ends(keys, tokens, eos),
         pad_id=pad,
@@ -202,7 +203,8 @@ def _gpt2(tokens: _Tokens, named: str | None) -> _Built:
 def _characters(tokens: _Tokens, pre: PreTokenizer) -> _Built:
     pieces = tokens.pieces(None)
     tokenizer = sentencepiece.bpe(pieces, tokens.merges(), pre.patterns[0])
-    return _Built(tokenizer, pieces.table(), add_bos=pre.add_bos)
+    # Files of Gemma 4 say that it takes no BOS, but it was trained with one.
+    return _Built(tokenizer, pieces.table(), needs_bos=pre.add_bos)
 
 
 def _gemma4(tokens: _Tokens, _: str | None) -> _Built:

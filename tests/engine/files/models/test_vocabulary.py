@@ -233,3 +233,77 @@ def test_gpt2_bpe_equals_the_published_algorithm(data: Path, tmp_path: Path) -> 
         assert ours.decode(ours.encode(line).ids) == line
     assert unicodedata.normalize("NFC", "a\u0301") == "á"
     assert source.vocabulary.eos_ids == [encoder["<|endoftext|>"]]
+
+
+def spelled(tmp_path: Path, model: str, texts: list[str], kinds: list[int], *more: Any) -> Any:
+    """The vocabulary of a GGUF file with these tokens."""
+    builder = keys(
+        tiny_llama(vocab=len(texts), n_layers=1),
+        ("tokenizer.ggml.model", "s", model),
+        ("tokenizer.ggml.tokens", "[s", texts),
+        ("tokenizer.ggml.token_type", "[i", kinds),
+        *more,
+    )
+    source = open_source(gguf(tmp_path, builder))
+    source.close()
+    return source.vocabulary
+
+
+def test_gemma_4_takes_a_bos_whatever_its_file_says(tmp_path: Path) -> None:
+    texts = ["<bos>", "<eos>", "a", "b", "ab", "\u2581", "<turn|>", "<|tool_response>", "<0xC3>"]
+    found = spelled(
+        *(tmp_path, "gemma4", texts, [3, 3, 1, 1, 1, 1, 3, 4, 6]),
+        ("tokenizer.ggml.merges", "[s", ["a b"]),
+        ("tokenizer.ggml.bos_token_id", "I", 0),
+        ("tokenizer.ggml.eos_token_id", "I", 1),
+        ("tokenizer.ggml.add_bos_token", "?", False),
+    )
+    assert (found.bos_id, found.add_bos, found.eos_ids) == (0, True, [1, 6, 7])
+    assert found.tokens[5:] == [(b" ", 0), (b"<turn|>", 1), (b"<|tool_response>", 0), (b"\xc3", 0)]
+    ours = Tokenizer.from_buffer(found.tokenizer_json)
+    assert ours.encode("ab a<turn|>").ids == [4, 5, 2, 6]
+
+
+def test_end_of_a_part_does_not_end_an_answer_with_calls(tmp_path: Path) -> None:
+    texts, kinds = ["a", "<|end|>", "<|return|>", "<|call|>"], [1, 3, 3, 3]
+    more: list[Any] = [
+        ("tokenizer.ggml.pre", "s", "gpt-4o"),
+        ("tokenizer.ggml.merges", "[s", []),
+    ]
+    assert spelled(tmp_path, "gpt2", texts, kinds, *more).eos_ids == [2, 3]
+    texts[3] = "<|other|>"
+    assert spelled(tmp_path, "gpt2", texts, kinds, *more).eos_ids == [1, 2]
+
+
+def test_kimi_k2_needs_no_merges(tmp_path: Path) -> None:
+    texts = ["a", "b", "c", "bc", "ab", "abc", "[EOT]"]
+    kinds = [1, 1, 1, 1, 1, 1, 3]
+    found = spelled(tmp_path, "gpt2", texts, kinds, ("tokenizer.ggml.pre", "s", "kimi-k2"))
+    ours = Tokenizer.from_buffer(found.tokenizer_json)
+    # The pair that forms the lowest id is merged first, as in tiktoken.
+    assert [ours.encode(text).ids for text in ("ab", "abc", "abb", "abbc")] == [
+        *([4], [5], [4, 1], [4, 3]),
+    ]
+    assert found.eos_ids == [6]
+    with pytest.raises(ModelError, match="merges is not a list"):
+        spelled(tmp_path, "gpt2", texts, kinds, ("tokenizer.ggml.pre", "s", "qwen2"))
+
+
+@pytest.mark.parametrize(
+    ("model", "kinds", "more", "message"),
+    [
+        ("llama", [1, 6], [], "token 1 is a byte, but its text is 'b'"),
+        ("llama", [1, 1], [("scores", "[f", [0.0])], "does not hold 2"),
+        ("llama", [1, 1], [("scores", "[f", [0.0, float("nan")])], "not finite"),
+        ("llama", [1, 1], [("unknown_token_id", "I", 2)], "unknown_token_id is 2"),
+        ("t5", [1, 1], [("precompiled_charsmap", "[b", [1, 0, 0, 0, 0])], "charsmap is damaged"),
+        ("t5", [1, 1], [("precompiled_charsmap", "s", "x")], "not a list of bytes"),
+        ("rwkv", [1, 1], [], "is 'rwkv', which is not supported; gpt2, llama, gemma4, t5, bert"),
+    ],
+)
+def test_a_broken_vocabulary_of_pieces_is_refused(
+    model: str, kinds: list[int], more: list[Any], message: str, tmp_path: Path
+) -> None:
+    changed = [(f"tokenizer.ggml.{name}", *value) for name, *value in more]
+    with pytest.raises(ModelError, match=message):
+        spelled(tmp_path, model, ["a", "b"], kinds, *changed)
