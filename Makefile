@@ -106,13 +106,18 @@ build/agents/installed: pyproject.toml
 	$(@D)/bin/uv pip install -q --python $(@D)/bin/python --group agents
 	@touch $@
 
+build/aider/installed: build/agents/installed
+	python3 -m venv $(@D)
+	build/agents/bin/uv pip install -q --python $(@D)/bin/python --group aider
+	@touch $@
+
 build/npm/installed: tests/e2e/clients/package.json tests/e2e/clients/package-lock.json
 	@mkdir -p $(@D)
 	cp $^ $(@D)
 	npm ci --prefix $(@D) --ignore-scripts --no-audit --no-fund
 	@touch $@
 
-test-clients: need-npm $(VENV)/tools $(VENV)/cflow $(CLIENTS)/installed build/agents/installed build/npm/installed ## Have clients, agents and load tools use the server
+test-clients: need-npm $(VENV)/tools $(VENV)/cflow $(CLIENTS)/installed build/agents/installed build/aider/installed build/npm/installed ## Have clients, agents and load tools use the server
 	$(BIN)/pytest tests/e2e/test_clients.py tests/e2e/test_agents.py
 
 BENCH = PYTHONPATH=tests $(BIN)/python -P -m bench

@@ -28,6 +28,7 @@ NAMES = {
     "reasoning_effort": "output_config.effort",
     "response_format": "output_config.format",
     "parallel_tool_calls": "tool_choice",
+    "continue_final_message": "messages",
 }
 # Parts of the names of other parameters, likewise.
 PARTS = ((".function.parameters", ".input_schema"), (".function", ""), (".json_schema", ""))
@@ -58,10 +59,12 @@ def to_chat(ask: MessagesRequest) -> tuple[ChatRequest, dict[str, str], list[str
         "top_k": ask.top_k,
         "tools": tools,
         "tool_choice": _read_choice(choice, tools, ignored),
-        "parallel_tool_calls": not choice.get("disable_parallel_tool_use", False),
+        "parallel_tool_calls": not _is_single(choice),
         "reasoning_effort": _read_effort(ask),
         "response_format": _read_format(ask.output_config.get("format") or ask.output_format),
         "stream": ask.stream,
+        # An answer whose beginning the client gives.
+        "continue_final_message": _is_begun(turns[-1]) or None,
     }
     given = {key: value for key, value in body.items() if value is not None}
     try:
@@ -110,6 +113,8 @@ def _read_user(where: str, content: str | list[dict[str, Any]]) -> list[dict[str
     for j, block in enumerate(_blocks(content)):
         if block.get("type") == "tool_result":
             text = _text(f"{where}[{j}].content", block.get("content") or "")
+            if block.get("is_error"):  # templates know no such mark
+                text = f"Error: {text}"
             results.append(
                 {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text}
             )
@@ -193,6 +198,18 @@ def _read_choice(
         message = f"tool_choice.type is {shorten(kind)}; it must be auto, any, tool or none."
         raise RequestError(message, param="tool_choice.type")
     return "required" if kind == "any" else kind if tools else None
+
+
+def _is_begun(turn: dict[str, Any]) -> bool:
+    return turn["role"] == "assistant" and "tool_calls" not in turn
+
+
+def _is_single(choice: dict[str, Any]) -> bool:
+    value = choice.get("disable_parallel_tool_use", False)
+    if not isinstance(value, bool):
+        where = "tool_choice.disable_parallel_tool_use"
+        raise RequestError(f"{where} is {shorten(value)}; it must be true or false.", param=where)
+    return value
 
 
 def _read_effort(ask: MessagesRequest) -> Any:

@@ -15,19 +15,23 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
 from cflow.engine.base.messages import Delta, Progress
+from cflow.engine.files.convert import convert
 from cflow.engine.text.dialect import HERMES, Dialect
 from cflow.server.config import server_config
 from harness.fake_engine import READY, Call, FakeEngine
 from harness.live import Live
 from harness.scripts import CALL, Template, say
+from harness.servers import serving
 
 HERE = Path(__file__).parent / "clients"
 BUILD = Path(__file__).parents[2] / "build"
 PYTHON = BUILD / "agents" / "bin" / "python"
+AIDER = BUILD / "aider" / "bin" / "aider"
 MODULES = BUILD / "npm" / "node_modules"
 CLAUDE = MODULES / "@anthropic-ai" / "claude-code-linux-x64" / "claude"
 TOLD = "It rains in Zürich."
@@ -126,6 +130,56 @@ def test_instructor(scripted: Callable[..., Live], mode: str, tmp_path: Path) ->
     live = scripted(text)
     url = f"http://127.0.0.1:{live.port}/v1"
     assert found(run(PYTHON, HERE / "extract.py", mode, url, home=tmp_path)) == person
+
+
+@needs(PYTHON)
+def test_llama_index_finds_a_document_by_its_embedding(tmp_path: Path) -> None:
+    """The model is random, but the question is one of the documents: its vector has the cosine 1."""
+    from oracles import embedding_model  # with torch, which the other tests do not need
+
+    texts = ["A cat sleeps.", "It rains in Zürich.", "Rust never sleeps.", "Seven lean cows."]
+    convert(
+        str(embedding_model.save(embedding_model.build(), tmp_path / "m")), tmp_path / "m.cflow"
+    )
+    with serving(tmp_path / "m.cflow") as server:
+        program = HERE / "llama_index_search.py"
+        ranked = found(run(PYTHON, program, f"{server.url}/v1", texts[1], *texts, home=tmp_path))
+        vectors = [
+            np.array(
+                server.http.post("/v1/embeddings", json={"input": text}).json()["data"][0][
+                    "embedding"
+                ]
+            )
+            for text in texts
+        ]
+    assert ranked[0][0] == texts[1]
+    assert sorted(text for text, _ in ranked) == sorted(texts)
+    for text, score in ranked:
+        assert score == pytest.approx(vectors[texts.index(text)] @ vectors[1], abs=1e-5)
+
+
+@needs(AIDER)
+def test_aider_edits_a_file(scripted: Callable[..., Live], tmp_path: Path) -> None:
+    (tmp_path / "hello.py").write_text('print("hello")\n')
+    edit = """hello.py
+```python
+<<<<<<< SEARCH
+print("hello")
+=======
+print("goodbye")
+>>>>>>> REPLACE
+```"""
+    live = scripted(f"It says goodbye now.\n\n{edit}")
+    run(
+        AIDER, "--model", "openai/M", "--openai-api-base", f"http://127.0.0.1:{live.port}/v1",
+        "--edit-format", "diff", "--no-git", "--yes-always", "--no-check-update", "--analytics-disable",
+        "--no-show-model-warnings", "--no-gitignore", "--map-tokens", "0",
+        "--message", "Say goodbye instead.", "hello.py",
+        home=tmp_path,
+    )  # fmt: skip
+    assert (tmp_path / "hello.py").read_text() == 'print("goodbye")\n'
+    assert isinstance(live.engine, Scripted)
+    assert "Say goodbye instead." in live.engine.prompts[0]
 
 
 @needs(MODULES)

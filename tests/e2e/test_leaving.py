@@ -10,7 +10,7 @@ import re
 import socket
 import struct
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ import pytest
 from cflow.engine.files.convert import convert
 from harness.servers import Server, serving
 from harness.waiting import LIMIT_S, until
-from oracles import tiny
+from oracles import embedding_model, tiny
 
 HALF = 500
 N_AT_ONCE = 32
@@ -111,33 +111,50 @@ def message(choose: Random) -> dict[str, Any]:
     return {"messages": turns, "max_tokens": 16, "system": "s", "tools": [tool]}
 
 
+def counted(choose: Random) -> dict[str, Any]:
+    return {"input": text(choose, choose.randrange(1, 2000))}
+
+
+def embedded(choose: Random) -> dict[str, Any]:
+    n_texts = choose.randrange(1, 12)
+    texts = [text(choose, choose.randrange(1, 400)) for _ in range(n_texts)]
+    return {"input": texts, "encoding_format": choose.choice(["float", "base64"])}
+
+
 def wrong(choose: Random) -> dict[str, Any]:
     faults: list[dict[str, Any]] = [{"max_tokens": -1}, {"model": "nope"}, {"prompt": "x" * 9000}]
     return {"prompt": "x"} | choose.choice(faults)
 
 
-KINDS = {
+Kinds = dict[Callable[[Random], dict[str, Any]], int]
+KINDS: Kinds = {
     completion: 5, batch: 2, long: 3, timed: 2, formed: 2, chat: 3, tools: 2, response: 2, message: 2,
-    wrong: 1,
+    counted: 1, wrong: 1,
 }  # fmt: skip
+UNSAMPLED = (counted, embedded)
 
 
-PATHS = {
+PATHS: dict[Callable[[Random], dict[str, Any]], str] = {
     chat: "/v1/chat/completions",
     tools: "/v1/chat/completions",
     response: "/v1/responses",
     message: "/v1/messages",
+    counted: "/v1/responses/input_tokens",
+    embedded: "/v1/embeddings",
 }
+ANSWERS = {"choices", "output", "content", "input_tokens", "data", "error"}
 # What the last event of a stream has, by API.
 ENDS = re.compile(
     rb"data: \[DONE\]|event: (response\.(completed|incomplete|failed)|message_stop|error)\n"
 )
 
 
-def visit(choose: Random) -> Visit:
-    (kind,) = choose.choices(list(KINDS), list(KINDS.values()))
-    body = {"temperature": choose.choice([0, 1.0])} | kind(choose)
-    body["stream"] = choose.random() < 0.5 and "best_of" not in body
+def visit(choose: Random, kinds: Kinds = KINDS) -> Visit:
+    (kind,) = choose.choices(list(kinds), list(kinds.values()))
+    body = kind(choose)
+    if kind not in UNSAMPLED:
+        body = {"temperature": choose.choice([0, 1.0])} | body
+        body["stream"] = choose.random() < 0.5 and "best_of" not in body
     path = PATHS.get(kind, "/v1/completions")
     data = json.dumps(body).encode()
     head = (
@@ -190,7 +207,7 @@ def checked(answer: bytes) -> str:
         assert body.endswith(b"\n\n\r\n0\r\n\r\n"), answer
         assert ENDS.search(body), answer
     else:
-        assert json.loads(body).keys() & {"choices", "output", "content", "error"}, answer
+        assert json.loads(body).keys() & ANSWERS, answer
     return status
 
 
@@ -279,3 +296,17 @@ def test_a_thousand_clients_that_leave_leave_nothing(server: Server) -> None:
     assert ends["left"] > HALF
     assert ends["200"] > HALF / 4
     assert server.metric("cflow_cancelled_total") > 0  # some were in the engine
+
+
+def test_clients_that_leave_before_their_embeddings_leave_nothing(tmp_path: Path) -> None:
+    source = embedding_model.save(embedding_model.build(context=1024), tmp_path / "m")
+    convert(str(source), tmp_path / "m.cflow")
+    choose = Random(7)
+    ask = {"input": ["0 abcabc", "ab" * 100]}
+    with serving(tmp_path / "m.cflow", "--max-sequences", "4") as server:
+        before = server.http.post("/v1/embeddings", json=ask).json()["data"]
+        ends = asyncio.run(pay_all([visit(choose, {embedded: 1}) for _ in range(200)], server.port))
+        until(lambda: is_idle(server))
+        assert server.http.post("/v1/embeddings", json=ask).json()["data"] == before
+        assert ends.keys() == {"left", "200"}
+        assert server.metric("cflow_cancelled_total") > 0

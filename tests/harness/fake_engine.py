@@ -44,7 +44,11 @@ class ByteTokenizer:
         self.n_tokens = 258 + len(names)
 
     def encode(
-        self, text: str, add_bos: bool = True, trusted: Sequence[Span] | None = None
+        self,
+        text: str,
+        add_bos: bool = True,
+        trusted: Sequence[Span] | None = None,
+        begins: bool = True,
     ) -> list[int]:
         ids: list[int] = []
         at = 0

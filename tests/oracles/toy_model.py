@@ -42,7 +42,7 @@ class ToyTokenizer:
     n_tokens = N_TOKENS
     eos_ids = (EOS,)
 
-    def encode(self, text: str, add_bos: bool = True) -> list[int]:
+    def encode(self, text: str, add_bos: bool = True, begins: bool = True) -> list[int]:
         return list(text.encode())
 
     def token_bytes(self, token: int) -> bytes:

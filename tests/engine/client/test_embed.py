@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from transformers import Qwen3Config, Qwen3Model
 
 from cflow.engine.base.config import EngineConfig
 from cflow.engine.base.errors import EngineError
@@ -22,6 +20,7 @@ from cflow.engine.client.engine import GenerateRequest
 from cflow.engine.client.local import LocalEngine
 from cflow.engine.files.convert import convert
 from cflow.engine.files.hub import BUNDLED_FILE
+from oracles import embedding_model
 
 RANDOM = np.random.default_rng(5)
 PROMPTS = [RANDOM.integers(0, 96, n).tolist() for n in (1, 7, 40, 130, 33)]
@@ -32,27 +31,10 @@ class Models:
     """The torch model, and its conversions by pooling."""
 
     def __init__(self, folder: Path) -> None:
-        torch.manual_seed(3)
-        config = Qwen3Config(
-            vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
-            num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=256,
-        )  # fmt: skip
-        self.torch = Qwen3Model(config).eval()
+        self.torch = embedding_model.build()
         self.files: dict[str, Path] = {}
         for kind, mode in (("last", "lasttoken"), ("mean", "mean_tokens")):
-            source = folder / kind
-            self.torch.save_pretrained(source)
-            types = ("Transformer", "Pooling", "Normalize")
-            paths = ("", "1_Pooling", "2_Normalize")
-            modules = [
-                {"type": f"sentence_transformers.models.{name}", "path": path}
-                for name, path in zip(types, paths, strict=True)
-            ]
-            (source / "modules.json").write_text(json.dumps(modules))
-            (source / "1_Pooling").mkdir()
-            (source / "1_Pooling/config.json").write_text(
-                json.dumps({f"pooling_mode_{mode}": True})
-            )
+            source = embedding_model.save(self.torch, folder / kind, mode)
             self.files[kind] = folder / f"{kind}.cflow"
             convert(str(source), self.files[kind])
 

@@ -84,7 +84,7 @@ class MarkTokenizer:
     def is_special(self, token: int) -> bool:
         return token >= EOS
 
-    def encode(self, text: str, add_bos: bool = True) -> list[int]:
+    def encode(self, text: str, add_bos: bool = True, begins: bool = True) -> list[int]:
         ids: list[int] = []
         while text:
             mark = next((m for m in self._marks if text.startswith(m)), None)

@@ -221,6 +221,28 @@ def test_blocks_become_turns(tell: Tell) -> None:
     }  # fmt: skip
 
 
+def test_a_failed_tool_says_so(tell: Tell) -> None:
+    live = tell("x")
+    result = {"type": "tool_result", "tool_use_id": "t", "content": "no disk", "is_error": True}
+    use = {"type": "tool_use", "id": "t", "name": "clock", "input": {}}
+    turns = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": [use]},
+        {"role": "user", "content": [result]},
+    ]
+    assert ask(live, messages=turns, tools=TOOLS).status_code == 200
+    assert seen(live)[-1]["content"] == "Error: no disk"
+
+
+def test_the_beginning_of_an_answer_is_continued(tell: Tell) -> None:
+    live = tell("mat.")
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "A cat on a "}]
+    response = ask(live, messages=turns)
+    assert response.json()["content"] == [{"type": "text", "text": "mat."}]
+    (call,) = live.engine.calls
+    assert bytes(call.prompt).decode() == "user:q|assistant:A cat on a "
+
+
 def test_tools_that_run_elsewhere_are_named(tell: Tell) -> None:
     live = tell(CALL)
     search = {"type": "web_search_20250305", "name": "web_search"}
@@ -299,6 +321,8 @@ def test_tokens_are_counted(tell: Tell, client: Any) -> None:
         ({"tools": TOOLS, "tool_choice": {"type": "x"}}, "tool_choice.type"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}], "tool_choice": {"type": "any"}},
          "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "auto", "disable_parallel_tool_use": "x"}},
+         "tool_choice.disable_parallel_tool_use"),
         ({"thinking": {"type": "x"}}, "thinking.type"),
         ({"output_config": {"effort": "x"}}, "output_config.effort"),
         ({"messages": [{"role": "user", "content": "x" * 9000}]}, "context"),

@@ -28,7 +28,7 @@ def ask(live: Live, path: str, text: str) -> httpx.Response:
 def test_what_cannot_fit_is_not_encoded(
     live: Live, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def encode(self: ByteTokenizer, text: str, add_bos: bool = True) -> list[int]:
+    def encode(self: ByteTokenizer, text: str, add_bos: bool = True, **_: Any) -> list[int]:
         pytest.fail("encoded")
 
     monkeypatch.setattr(ByteTokenizer, "encode", encode)
