@@ -34,24 +34,10 @@ def vocabulary(folder: SafetensorsFolder, vocab_size: int) -> Vocabulary:
     """tokenizer.json, else one made of tokenizer.model, with the ids that the configs name. A folder
     without any tokenizer file (a test model) gets one token a byte."""
     origin = str(folder.path)
-    data = folder.text("tokenizer.json")
     configs = [_optional(folder, n) for n in ("generation_config.json", "tokenizer_config.json")]
     generation, settings = (Fields(config, origin) for config in configs)
     config = Fields(folder.config, origin)
-    model = folder.text("tokenizer.model") if data is None else None
-    tokenizer = None
-    if data is not None:
-        tokenizer = _tokenizer(data, f"{origin}/tokenizer.json")
-        base = Vocabulary(data, _tokens(tokenizer, vocab_size, origin))
-    elif model is not None:
-        pieces, is_unigram = _pieces(folder, model, settings, vocab_size)
-        try:
-            tokenizer = sentencepiece.unigram(pieces) if is_unigram else sentencepiece.bpe(pieces)
-        except Exception as error:  # the library raises nothing narrower
-            raise ModelError(f"{pieces.origin}: {error}") from error
-        base = Vocabulary(tokenizer.to_str().encode(), pieces.table())
-    else:
-        base = _without_tokenizer(folder, vocab_size)
+    base, tokenizer = _base(folder, settings, vocab_size)
     bos = _token_id(tokenizer, settings, "bos_token")
     ends = [*config.ids("eos_token_id"), *generation.ids("eos_token_id")]
     if (named := _token_id(tokenizer, settings, "eos_token")) is not None:
@@ -62,7 +48,7 @@ def vocabulary(folder: SafetensorsFolder, vocab_size: int) -> Vocabulary:
         tokenizer_json=base.tokenizer_json,
         tokens=base.tokens,
         bos_id=bos_id,
-        add_bos=_adds_bos(tokenizer, settings, bos_id, default=model is not None),
+        add_bos=_adds_bos(tokenizer, settings, bos_id, default=base.add_bos),
         end_id=_end_id(tokenizer),
         eos_ids=list(dict.fromkeys(ends)),
         pad_id=_token_id(tokenizer, settings, "pad_token"),
@@ -70,6 +56,27 @@ def vocabulary(folder: SafetensorsFolder, vocab_size: int) -> Vocabulary:
         tool_template=_chat_template(folder, settings, "tool_use"),
         generation={key: generation.number(key) for key in GENERATION_RANGES if key in generation},
     )
+
+
+def _base(
+    folder: SafetensorsFolder, settings: Fields, vocab_size: int
+) -> tuple[Vocabulary, Tokenizer | None]:
+    """The tokens without their meanings, and the tokenizer if there is one."""
+    origin, data = str(folder.path), folder.text("tokenizer.json")
+    if data is not None:
+        tokenizer = _tokenizer(data, f"{origin}/tokenizer.json")
+        return Vocabulary(data, _tokens(tokenizer, vocab_size, origin)), tokenizer
+    if (data := folder.text("tokenizer.model")) is not None:
+        pieces, is_unigram = _pieces(folder, data, settings, vocab_size)
+        try:
+            tokenizer = sentencepiece.unigram(pieces) if is_unigram else sentencepiece.bpe(pieces)
+        except ModelError:
+            raise
+        except Exception as error:  # the library raises nothing narrower
+            raise ModelError(f"{pieces.origin}: {error}") from error
+        made = tokenizer.to_str().encode()
+        return Vocabulary(made, pieces.table(), add_bos=True), tokenizer
+    return _without_tokenizer(folder, vocab_size), None
 
 
 def _optional(folder: SafetensorsFolder, name: str) -> dict[str, Any]:

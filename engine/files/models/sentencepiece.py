@@ -71,6 +71,12 @@ class Pieces:
         """Ids by text; of several ids with one text the last."""
         return {self.texts[token]: token for token in ids_of(self.kinds, *kinds)}
 
+    def unknown_text(self) -> str:
+        """The text of the unknown token. Raises ModelError if there is none."""
+        if self.unknown is None:
+            raise ModelError(f"{self.origin}: the vocabulary has no unknown token, which it needs")
+        return self.texts[self.unknown]
+
     def table(self) -> list[tuple[bytes, int]]:
         """Bytes and flags by id."""
         rows = [(b"", SPECIAL)] * len(self.texts)
@@ -107,7 +113,8 @@ def bpe(
 
 
 def unigram(pieces: Pieces) -> Tokenizer:
-    """The most probable pieces of a text."""
+    """The most probable pieces of a text. Raises ModelError if there is no unknown token."""
+    pieces.unknown_text()
     normal = pieces.scores[pieces.kinds == Kind.NORMAL]
     lowest = float(normal.min()) if normal.size else 0.0
     texts, scores = list(pieces.texts), pieces.scores.astype(float)
@@ -150,7 +157,7 @@ def wordpiece(pieces: Pieces, *, lowercase: bool, strip_accents: bool) -> Tokeni
     tokenizer = Tokenizer(
         models.WordPiece(
             vocab,
-            unk_token="[UNK]" if pieces.unknown is None else pieces.texts[pieces.unknown],
+            unk_token=pieces.unknown_text(),
             max_input_chars_per_word=WORD_CHARACTERS,
         )
     )

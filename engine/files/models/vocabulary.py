@@ -17,6 +17,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from cflow.engine.base.errors import ModelError
 
 SPECIAL = 1  # flag of a token that is never shown
+LONGEST = 1024  # characters of a token that merges form
 
 
 class Kind(IntEnum):
@@ -134,8 +135,9 @@ def added_tokens(
 
 
 def merges_of(pieces: Iterable[str]) -> list[tuple[str, str]]:
-    """Every pair of pieces that forms a piece. pieces: the one to form first in front."""
-    ordered = list(pieces)
+    """Every pair of pieces that forms a piece. pieces: the one to form first in front; those of more
+    than LONGEST characters, which would take long, are left out."""
+    ordered = [piece for piece in pieces if len(piece) <= LONGEST]
     known = set(ordered)
     return [
         (piece[:cut], piece[cut:])

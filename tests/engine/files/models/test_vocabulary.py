@@ -298,6 +298,8 @@ def test_kimi_k2_needs_no_merges(tmp_path: Path) -> None:
         ("llama", [1, 1], [("unknown_token_id", "I", 2)], "unknown_token_id is 2"),
         ("t5", [1, 1], [("precompiled_charsmap", "[b", [1, 0, 0, 0, 0])], "charsmap is damaged"),
         ("t5", [1, 1], [("precompiled_charsmap", "s", "x")], "not a list of bytes"),
+        ("t5", [1, 1], [], "no unknown token"),
+        ("bert", [1, 1], [], "no unknown token"),
         ("rwkv", [1, 1], [], "is 'rwkv', which is not supported; gpt2, llama, gemma4, t5, bert"),
     ],
 )
@@ -307,3 +309,9 @@ def test_a_broken_vocabulary_of_pieces_is_refused(
     changed = [(f"tokenizer.ggml.{name}", *value) for name, *value in more]
     with pytest.raises(ModelError, match=message):
         spelled(tmp_path, model, ["a", "b"], kinds, *changed)
+
+
+def test_a_token_of_absurd_length_is_never_formed(tmp_path: Path) -> None:
+    # All splits of it would be 2 TB of text.
+    found = spelled(tmp_path, "llama", ["<unk>", "a", "aa", "a" * 2_000_000], [2, 1, 1, 1])
+    assert Tokenizer.from_buffer(found.tokenizer_json).encode("aaa").tokens[-2:] == ["aa", "a"]
