@@ -82,7 +82,7 @@ def renamed(error: RequestError, names: dict[str, str]) -> RequestError:
         rest = rest.replace(part, name, 1)
     # A turn has other fields than the message it comes from.
     param = names.get(first, first) + ("" if first.startswith("messages[") else rest)
-    message = str(error).replace(error.param, param) if error.param else str(error)
+    message = str(error).replace(error.param, param, 1) if error.param else str(error)
     return RequestError(
         message, code=error.code, param=param or None, status=error.status, headers=error.headers
     )

@@ -21,6 +21,11 @@ from cflow.server.api.wire import encode
 from cflow.server.errors import RequestError, shorten
 
 LOGPROBS = "message.output_text.logprobs"  # in `include`
+# Items that tell what a provider's own tool did; the answer after them has what came of it.
+HOSTED = {
+    "code_interpreter_call", "file_search_call", "image_generation_call", "mcp_call", "mcp_list_tools",
+    "tool_search_call", "web_search_call",
+}  # fmt: skip
 # Parameters of a chat request, and their names here.
 NAMES = {
     "max_completion_tokens": "max_output_tokens",
@@ -34,8 +39,8 @@ NAMES = {
 @dataclass(frozen=True, slots=True)
 class Tools:
     """functions: as a chat has them. params: the parameter that each comes from. origins: name and
-    namespace of each, by its name there. ignored: types of the other tools, which this server cannot
-    run."""
+    namespace of each, by its name there. ignored: `tools.TYPE` of the other tools, which this server
+    cannot run."""
 
     functions: list[dict[str, Any]] = field(default_factory=list)
     params: list[str] = field(default_factory=list)
@@ -136,7 +141,7 @@ def renamed(error: RequestError, origins: list[str], tools: Tools) -> RequestErr
             if param.startswith(theirs):
                 param = ours + param[len(theirs) :]
                 break
-    message = str(error).replace(error.param, param) if error.param else str(error)
+    message = str(error).replace(error.param, param, 1) if error.param else str(error)
     return RequestError(
         message, code=error.code, param=param or None, status=error.status, headers=error.headers
     )
@@ -181,15 +186,19 @@ def _resolved(items: list[Any], store: ResponseStore, key: str) -> list[Any]:
 
 def read_input(
     ask: ResponsesRequest, items: list[Any], n_stored: int, tools: Tools
-) -> tuple[list[dict[str, Any]], list[str]]:
-    """The turns of a conversation, and the parameter that each comes from. n_stored: items at the
-    front that come from a stored response."""
+) -> tuple[list[dict[str, Any]], list[str], list[str]]:
+    """The turns of a conversation, the parameter that each comes from, and `input.TYPE` of the items
+    that are left out. n_stored: items at the front that come from a stored response."""
     turns: list[dict[str, Any]] = []
     origins: list[str] = []
+    ignored: list[str] = []
     if ask.instructions is not None:
         turns.append({"role": "system", "content": ask.instructions})
         origins.append("instructions")
     for i, item in enumerate(items, -n_stored):
+        if _says_nothing(item):
+            ignored.append(f"input.{item['type']}")
+            continue
         where = f"input[{i}]" if i >= 0 else "previous_response_id"
         turn = _read_item(where, item, tools)
         if turns and turn["role"] == "assistant" and turns[-1].get("_open"):
@@ -199,7 +208,13 @@ def read_input(
             origins.append(where)
     for turn in turns:
         turn.pop("_open", None)
-    return turns, origins
+    return turns, origins, ignored
+
+
+def _says_nothing(item: Any) -> bool:
+    """Whether an item has nothing that the model can read, such as reasoning without its text."""
+    kind = item.get("type") if isinstance(item, dict) else None
+    return kind in HOSTED or (kind == "reasoning" and not item.get("content"))
 
 
 def _read_item(where: str, item: Any, tools: Tools) -> dict[str, Any]:

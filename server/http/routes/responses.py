@@ -51,13 +51,13 @@ async def read(service: Service, request: Request) -> Asked:
     check_state(ask)
     tools = read_tools(ask)
     items, n_stored = read_items(ask, service.responses, service.key_of(request))
-    turns, params = read_input(ask, items, n_stored, tools)
+    turns, params, ignored = read_input(ask, items, n_stored, tools)
     try:
         chat = to_chat(ask, tools, turns)
         check(chat)
     except RequestError as error:
         raise renamed(error, params, tools) from None
-    return Asked(ask, chat, items, params, tools, with_ignored(headers, tools.ignored))
+    return Asked(ask, chat, items, params, tools, with_ignored(headers, tools.ignored + ignored))
 
 
 def check_state(ask: ResponsesRequest) -> None:

@@ -279,6 +279,34 @@ def test_f10_hosted_tools_are_named_and_left_out(tell: Tell) -> None:
     assert ask(tell("x"), tools=HOSTED).json()["output"][0]["content"][0]["text"] == "x"
 
 
+def test_f10_items_of_hosted_tools_are_named_and_left_out(tell: Tell) -> None:
+    live = tell("x")
+    summary = [{"type": "summary_text", "text": "s"}]
+    items = [
+        {"role": "user", "content": "hi"},
+        {"type": "reasoning", "id": "r", "summary": summary},
+        {"type": "web_search_call", "id": "w", "status": "completed", "action": {"type": "search"}},
+        {"role": "assistant", "content": "found"},
+        {"role": "user", "content": "more"},
+    ]
+    response = ask(live, input=items)
+    assert response.headers["x-cflow-ignored-params"] == "input.reasoning,input.web_search_call"
+    assert [(turn["role"], turn["content"]) for turn in seen(live)] == [
+        ("user", "hi"), ("assistant", "found"), ("user", "more"),
+    ]  # fmt: skip
+    refused = live.post("/v1/responses", {"input": items[1:3]})
+    assert (refused.status_code, error_of(refused)["param"]) == (400, "input")
+    refused = live.post("/v1/responses", {"input": [*items[1:3], {"role": "wizard"}]})
+    assert error_of(refused)["param"] == "input[2].role"
+
+
+def test_a_renamed_parameter_leaves_the_value_as_it_is(tell: Tell) -> None:
+    fields = {"input": "hi", "reasoning": {"effort": "reasoning_effort"}}
+    error = error_of(tell("x").post("/v1/responses", fields))
+    assert error["message"].startswith("reasoning.effort")
+    assert "'reasoning_effort'" in error["message"]
+
+
 def test_f10_functions_of_a_namespace_are_functions(tell: Tell) -> None:
     live = tell(CALL)
     space = {"type": "namespace", "name": "weather", "description": "d", "tools": [TOOLS[0]]}
