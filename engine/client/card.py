@@ -16,6 +16,7 @@ from cflow.engine.base.model_header import HeaderError, ModelHeader, decode_head
 from cflow.engine.client.worker_process import describe_exit
 from cflow.engine.text.dialect import Dialect
 from cflow.engine.text.grammar import GrammarChecker
+from cflow.engine.text.probes import dialect_of
 from cflow.engine.text.template import ChatTemplate
 from cflow.engine.text.tokenizer import Tokenizer
 
@@ -81,8 +82,8 @@ def read_card(config: EngineConfig) -> ModelCard:
         created=header.created,
         metadata=metadata,
         tokenizer=tokenizer,
-        template=_template(known.chat_template, known, tokenizer),
-        dialect=Dialect.of(known.chat_template or ""),
+        template=(template := _template(known.chat_template, known, tokenizer)),
+        dialect=_dialect(template),
         grammars=GrammarChecker(header),
         vocab_size=header.vocab_size,
         n_layers=header.n_layers,
@@ -95,8 +96,9 @@ def read_card(config: EngineConfig) -> ModelCard:
     )
     if (source := known.tool_template) is None:
         return card
-    template, dialect = _template(source, known, tokenizer), Dialect.of(source)
-    return replace(card, tool_card=replace(card, template=template, dialect=dialect))
+    tool_template = _template(source, known, tokenizer)
+    tool_card = replace(card, template=tool_template, dialect=_dialect(tool_template))
+    return replace(card, tool_card=tool_card)
 
 
 def read_header(path: str) -> ModelHeader:
@@ -118,6 +120,10 @@ def read_header(path: str) -> ModelHeader:
         kind = ModelError(message.message)
         raise kind if message.code == kind.code else EngineError(message.code, message.message)
     return message
+
+
+def _dialect(template: ChatTemplate | None) -> Dialect:
+    return Dialect() if template is None else dialect_of(template)
 
 
 def _template(source: str | None, known: Metadata, tokenizer: Tokenizer) -> ChatTemplate | None:

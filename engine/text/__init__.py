@@ -13,7 +13,8 @@ model. Imports: base.
     arguments        arguments of calls that a conversation carries back
     infill           a prompt to fill the middle of a text
     dialect          how a model writes calls and reasoning; a grammar of whole answers
-    tagged_call      the calls that Qwen3-Coder writes: parser and grammar
+    probes           the syntax of calls, derived from what a template renders
+    tagged_call      calls in tags: parser and grammar
     json_calls       calls in JSON that are a whole answer
     reply            an answer's text to reasoning, content and calls
     grammar          grammars, made from a request and compiled

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import jinja2
@@ -16,6 +18,7 @@ from cflow.engine.text.tokenizer import Tokenizer
 THINK, THOUGHT = "<think>", "</think>"
 # Variables by which templates switch reasoning: its effort, and whether there is any.
 SWITCHES = ("reasoning_effort", "enable_thinking", "thinking")
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')  # a text in Lark
 
 # Whether an answer starts with reasoning. maybe: if the model writes THINK; begun: the prompt ends
 # with THINK; within: the prompt ends in the middle of the reasoning.
@@ -28,14 +31,16 @@ class CallSyntax:
 
     The first of these fields that is set gives the form of a call:
 
-        is_tagged    what tagged_call.py describes
+        tags         what tagged_call.py describes
         id_mark      NAME id_mark ID infix ARGUMENTS
         infix        NAME infix ARGUMENTS
-        key          {"name": NAME, key: ARGUMENTS}
+        key          {name_key: NAME, key: ARGUMENTS}
 
     single, several: an answer of one call, and one where more are allowed, in Lark over the rules
     open, close, infix and call.
-    id_length: characters of a call's id.
+    between: further texts that stand around calls.
+    id_length: characters of a call's id. is_numbered: what stands between id_mark and infix is the
+    number of the call.
     """
 
     key: str
@@ -44,11 +49,21 @@ class CallSyntax:
     infix: str = ""
     id_mark: str = ""
     filling: str = ""  # characters allowed between calls, besides white space
-    is_tagged: bool = False
+    tags: tagged_call.Tags | None = None
     is_bare: bool = False  # at the start of an answer, a call needs no `open`
     single: str = "call"
     several: str = "call"
     id_length: int = 24
+    name_key: str = "name"
+    between: tuple[str, ...] = ()
+    is_numbered: bool = False
+
+    def texts(self) -> tuple[str, ...]:
+        """All texts in which a special token may stand."""
+        tags = self.tags.texts() if self.tags is not None else ()
+        texts = (self.open, self.close, self.infix, self.id_mark, *self.between, *tags)
+        literals = tuple(json.loads(text) for text in _QUOTED.findall(self.several))
+        return tuple(filter(None, (*texts, *literals)))
 
 
 HERMES = CallSyntax(
@@ -58,7 +73,7 @@ HERMES = CallSyntax(
     single=r'open "\n" call "\n" close',
     several=r'open "\n" call "\n" close ("\n" open "\n" call "\n" close)*',
 )
-QWEN_CODER = replace(HERMES, key="", is_tagged=True)
+QWEN_CODER = replace(HERMES, key="", tags=tagged_call.QWEN)
 LLAMA = CallSyntax("parameters", "<|python_tag|>", filling=";", is_bare=True)
 MISTRAL = CallSyntax(
     "arguments",
@@ -117,16 +132,11 @@ class Dialect:
 
     def special_ids(self, tokenizer: Tokenizer) -> dict[str, int]:
         """The ids of those marks that are special tokens of this model."""
-        marks = [THINK, THOUGHT] if self.thinks else []
-        if self.calls is not None:
-            calls = self.calls
-            marks += filter(None, (calls.open, calls.close, calls.infix, calls.id_mark))
-        encoded = {mark: tokenizer.encode(mark, add_bos=False) for mark in marks}
-        return {
-            mark: ids[0]
-            for mark, ids in encoded.items()
-            if len(ids) == 1 and tokenizer.is_special(ids[0])
-        }
+        texts = [THINK, THOUGHT] if self.thinks else []
+        texts += self.calls.texts() if self.calls is not None else ()
+        ids = {id for text in texts for id in tokenizer.encode(text, add_bos=False)}
+        marks = {tokenizer.token_bytes(id): id for id in ids if tokenizer.is_special(id)}
+        return {mark.decode(errors="replace"): id for mark, id in sorted(marks.items())}
 
 
 def _variables(template: str) -> frozenset[str]:
@@ -184,11 +194,15 @@ def grammar_of(form: Form, dialect: Dialect, special: Mapping[str, int]) -> str:
         parts["body"] = form.body
         ways.append("@body")
     if form.tools and (syntax := dialect.calls) is not None:
-        ways.append(syntax.several if form.is_parallel else syntax.single)
+        way = syntax.several if form.is_parallel else syntax.single
+        ways.append(_QUOTED.sub(lambda text: _mark(json.loads(text[0]), special), way))
         calls = []
         for i, (name, schema) in enumerate(form.tools.items()):
-            if syntax.is_tagged:
-                call, more = tagged_call.rules_of(f"tool_{i}", name, schema, parts)
+            if syntax.tags is not None:
+                spell = partial(_mark, special=special)
+                call, more = tagged_call.rules_of(
+                    f"tool_{i}", name, schema, parts, syntax.tags, spell
+                )
                 rules += more
             else:
                 parts[f"tool_{i}"] = from_json_schema(schema)
@@ -198,8 +212,8 @@ def grammar_of(form: Form, dialect: Dialect, special: Mapping[str, int]) -> str:
         for rule in ("open", "close", "infix"):
             rules.append(f"{rule}: {_mark(getattr(syntax, rule), special)}")
         if syntax.id_mark:
-            length = f"{{{syntax.id_length}}}"
-            rules.append(f"id: {_mark(syntax.id_mark, special)} /[a-zA-Z0-9]{length}/")
+            id = "[0-9]+" if syntax.is_numbered else f"[a-zA-Z0-9]{{{syntax.id_length}}}"
+            rules.append(f"id: {_mark(syntax.id_mark, special)} /{id}/")
     if form.body is not None and not form.tools and form.thinking == "no":
         return form.body
     start = _before(form.thinking) + "(" + " | ".join(ways) + ")"
@@ -211,7 +225,7 @@ def grammar_of(form: Form, dialect: Dialect, special: Mapping[str, int]) -> str:
 def _call(syntax: CallSyntax, name: str, arguments: str) -> str:
     if syntax.infix:
         return f"{_quote(name)} {'id ' if syntax.id_mark else ''}infix {arguments}"
-    head = f'{{"name": {json.dumps(name)}, "{syntax.key}": '
+    head = f'{{"{syntax.name_key}": {json.dumps(name)}, "{syntax.key}": '
     return f'{_quote(head)} {arguments} "}}"'
 
 
@@ -228,7 +242,10 @@ def _thought(special: Mapping[str, int]) -> list[str]:
 
 
 def _mark(text: str, special: Mapping[str, int]) -> str:
-    return f"<[{special[text]}]>" if text in special else _quote(text)
+    """A text in Lark, with special tokens by their ids."""
+    pieces = re.split("(" + "|".join(map(re.escape, special)) + ")", text) if special else [text]
+    told = [f"<[{special[p]}]>" if p in special else _quote(p) for p in pieces if p]
+    return " ".join(told) or _quote("")
 
 
 def _quote(text: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from functools import cache
 from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
@@ -19,10 +20,16 @@ MAX_CALLS = 32  # of one answer
 _SPACE = " \t\r\n"
 _STRING = r'("(?:[^"\\]|\\.)*")'
 _ID = re.compile(r"[a-zA-Z0-9]{0,64}")
-_KEYS = ("name", "arguments", "parameters", "id", "type")
+_KEYS = ("name", "arguments", "parameters", "id", "tool_call_id", "type")
 _FIRST_KEY = re.compile(r"\{\s*" + _STRING)
-_NAME = re.compile(r'\{\s*"name"\s*:\s*' + _STRING)
-_HEAD = re.compile(_NAME.pattern + r'\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+
+
+@cache
+def _patterns(name_key: str, key: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
+    """The beginnings of a call in JSON: up to its tool's name, and up to its arguments."""
+    name = rf'\{{\s*"{re.escape(name_key)}"\s*:\s*' + _STRING
+    keys = "|".join(map(re.escape, sorted({"arguments", "parameters", key} - {""})))
+    return re.compile(name), re.compile(rf'{name}\s*,\s*"(?:{keys})"\s*:\s*(?=\{{)')
 
 
 class Part(NamedTuple):
@@ -227,21 +234,21 @@ class ReplyReader:
         """Parse what stands between calls."""
         syntax = self._syntax
         assert syntax is not None
-        if self._held.startswith(syntax.open):
-            self._is_after_call = False
-            self._skip(len(syntax.open))
-        elif syntax.close and self._held.startswith(syntax.close):
-            self._skip(len(syntax.close))
-        elif syntax.open.startswith(self._held) or syntax.close.startswith(self._held):
+        marks = sorted({syntax.open, syntax.close, *syntax.between} - {""}, key=len, reverse=True)
+        mark = next((mark for mark in marks if self._held.startswith(mark)), "")
+        if mark:
+            self._is_after_call = self._is_after_call and mark != syntax.open
+            self._skip(len(mark))
+        elif any(mark.startswith(self._held) for mark in marks):
             return False
         elif self._held[0] in _SPACE + syntax.filling:
             self._skip(1)
-        elif syntax.is_tagged and self._held[0] == "<":
-            self._object = TaggedCall(self._tools)
+        elif syntax.tags is not None and self._begins_tagged(syntax.tags.head):
+            self._object = TaggedCall(self._tools, syntax.tags)
         elif syntax.infix:
             return self._read_name(parts, syntax)
-        elif self._held[0] == "{" and not syntax.is_tagged:
-            self._object = _Object()
+        elif self._held[0] == "{" and syntax.tags is None:
+            self._object = _Object(keys=(syntax.name_key, syntax.key))
         else:
             self._end_section(parts)
         return True
@@ -260,6 +267,11 @@ class ReplyReader:
         self._raw += self._held.removesuffix(arguments)
         self._held, self._object = arguments, _Object(name)
         return True
+
+    def _begins_tagged(self, head: str) -> bool:
+        if head:
+            return self._held[0] == head[0]
+        return any(self._held.startswith(name[: len(self._held)]) for name in self._tools)
 
     def _skip(self, n: int) -> None:
         """Consume n characters: they may be content, unless they follow a call."""
@@ -336,9 +348,11 @@ class ReplyReader:
 class _Object:
     """A JSON object that arrives in pieces and may be a call."""
 
-    def __init__(self, name: str = "") -> None:
-        """name: the tool whose arguments the object is; "" if the object is to be the whole call."""
+    def __init__(self, name: str = "", keys: tuple[str, str] = ("name", "arguments")) -> None:
+        """name: the tool whose arguments the object is; "" if the object is to be the whole call.
+        keys: those of a call's name and arguments."""
         self._name = name
+        self._keys = keys
         self.text = ""
         self.is_over = False
         self.is_certain = False
@@ -376,7 +390,7 @@ class _Object:
         if self._name:
             self.is_certain = True
             return self._name
-        head = _HEAD.match(self.text)
+        head = _patterns(*self._keys)[1].match(self.text)
         if head is None or (name := _unquote(head[1])) not in tools:
             return None
         self.is_certain = True
@@ -386,10 +400,11 @@ class _Object:
     def is_no_call(self, tools: Collection[str]) -> bool:
         """Whether this cannot be a call: decided early, so that an answer in JSON is not held back."""
         inside = self.text[1:].lstrip(_SPACE)
-        key, name = _FIRST_KEY.match(self.text), _NAME.match(self.text)
+        key = _FIRST_KEY.match(self.text)
+        name = _patterns(*self._keys)[0].match(self.text)
         return not self._name and (
             inside[:1] not in ("", '"')
-            or (key is not None and _unquote(key[1]) not in _KEYS)
+            or (key is not None and _unquote(key[1]) not in (*_KEYS, *self._keys))
             or (name is not None and _unquote(name[1]) not in tools)
         )
 
@@ -405,16 +420,18 @@ class _Object:
         """Name and arguments, in JSON, if the object is a complete and valid call."""
         found = _decode(self.text)
         if self._name:
-            found = {"name": self._name, "arguments": found}
-        name = found.get("name") if isinstance(found, dict) else None
+            return (self._name, _encode(found)) if isinstance(found, dict) else None
+        name = found.get(self._keys[0]) if isinstance(found, dict) else None
         if not isinstance(name, str) or name not in tools:
             return None
-        arguments = found.get("arguments", found.get("parameters", {}))
+        arguments: Any = next(
+            (found[key] for key in (self._keys[1], "arguments", "parameters") if key in found), {}
+        )
         if isinstance(arguments, str):
             arguments = _decode(arguments)
         if not isinstance(arguments, dict):
             return None
-        return name, msgspec.json.encode(arguments).decode()
+        return name, _encode(arguments)
 
 
 def _split_head(head: str, syntax: CallSyntax) -> tuple[str, str]:
@@ -444,6 +461,10 @@ def _decode(text: str) -> Any:
         return msgspec.json.decode(text)
     except (msgspec.MsgspecError, RecursionError, UnicodeError):
         return None
+
+
+def _encode(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
 
 
 def _unquote(text: str) -> str | None:

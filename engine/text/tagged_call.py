@@ -1,6 +1,6 @@
-"""Calls in tags, as Qwen3-Coder writes them: a parser, and a grammar.
+"""Calls in tags, such as Qwen3-Coder's: a parser, and a grammar.
 
-A call is <function=NAME>, for each argument <parameter=KEY>VALUE</parameter>, and </function>.
+A call has its tool's name, then a key and a value for each argument, between texts that Tags gives.
 Values are plain text; the parser turns them into JSON by the types in the tool's schema.
 """
 
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -16,12 +17,36 @@ import msgspec
 from cflow.engine.text.grammar import GrammarError, from_json_schema
 
 FUNCTION, PARAMETER = "<function=", "<parameter="
-_END, _VALUE_END = "</function>", "</parameter>"
-_AFTER_VALUE = f"\n{_VALUE_END}\n"
 _ANY = r"(.|\n)*"
 _END_ANCHOR = re.compile(r"(?<!\\)(?:\\\\)*(\$)\Z")  # a $ at the end that is not escaped
 _BOUNDS = {"enum", "const", "pattern", "format", "minLength", "maxLength"}
 _NAMES = {"True": "true", "False": "false", "None": "null"}  # models write both
+
+
+@dataclass(frozen=True, slots=True)
+class Tags:
+    """The texts of a tagged call, as a template writes them.
+
+    head NAME name_end, for each argument key KEY infix VALUE value_end, and end. text_infix: the
+    infix of a string where it differs from those of other types.
+    """
+
+    head: str
+    name_end: str
+    key: str
+    infix: str
+    value_end: str
+    end: str
+    text_infix: str = ""
+
+    def texts(self) -> tuple[str, ...]:
+        return (
+            *(self.head, self.name_end, self.key, self.infix),
+            *(self.text_infix, self.value_end, self.end),
+        )
+
+
+QWEN = Tags(FUNCTION, ">\n", PARAMETER, ">\n", "\n</parameter>\n", "</function>")
 
 
 class TaggedCall:
@@ -30,8 +55,10 @@ class TaggedCall:
     It has the methods of _Object in reply.py, which reads calls in JSON.
     """
 
-    def __init__(self, tools: Mapping[str, Any]) -> None:
+    def __init__(self, tools: Mapping[str, Any], tags: Tags = QWEN) -> None:
         """tools: schemas of the arguments, by tool name."""
+        self._tags = tags
+        self._value_end = tags.value_end.strip()
         self.text = ""
         self.is_over = self.is_certain = False
         self._tools = tools
@@ -76,45 +103,70 @@ class TaggedCall:
         return self._read_tag() if self._key is None else self._read_value()
 
     def _read_tag(self) -> bool:
-        rest = self.text[self._at :].lstrip()
-        begin = FUNCTION if self._name is None else PARAMETER
-        if self._name is not None and rest.startswith(_END):
+        tags, rest = self._tags, self.text[self._at :].lstrip()
+        end = tags.end.strip()
+        if self._name is not None and rest.startswith(end):
             self._json += "}" if self._keys else "{}"
             self.is_over = True
-            self._go_to(len(self.text) - len(rest) + len(_END))
+            self._go_to(len(self.text) - len(rest) + len(end))
             return False
-        tag = re.match(begin + r"([^>\n]*)>", rest)
+        is_name = self._name is None
+        begin = tags.head if is_name else tags.key.strip()
+        ends = (tags.name_end,) if is_name else (tags.infix, tags.text_infix or tags.infix)
+        tag = _tag(rest, begin, ends)
         if tag is None:
-            is_begun = begin.startswith(rest) or re.fullmatch(begin + r"[^>\n]*", rest)
-            is_ending = self._name is not None and _END.startswith(rest)
-            self._is_wrong = not (is_begun or is_ending)
-        elif self._name is None:
-            self._name = tag[1]
-            self._is_wrong = tag[1] not in self._tools
+            is_ending = not is_name and end.startswith(rest)
+            self._is_wrong = not (is_ending or _begins_tag(rest, begin, ends))
+            return False
+        if is_name:
+            self._name = tag[0]
+            self._is_wrong = tag[0] not in self._tools
         else:
-            self._key = tag[1]
-            self._is_wrong = tag[1] in self._keys
-        if tag is not None:
-            self._go_to(len(self.text) - len(rest) + tag.end())
-        return tag is not None
+            self._key = tag[0]
+            self._is_wrong = tag[0] in self._keys
+        self._go_to(len(self.text) - len(rest) + tag[1])
+        return True
 
     def _read_value(self) -> bool:
-        end = self.text.find(_VALUE_END, self._searched)
+        end = self.text.find(self._value_end, self._searched)
         if end < 0:
-            self._searched = max(self._at, len(self.text) - len(_VALUE_END) + 1)
+            self._searched = max(self._at, len(self.text) - len(self._value_end) + 1)
             return False
-        value = self.text[self._at : end].removeprefix("\n").removesuffix("\n")
+        value = self.text[self._at : end]
+        if self._tags.infix.endswith("\n"):
+            value = value.removeprefix("\n").removesuffix("\n")
         key, self._key = str(self._key), None
         properties = self._tools[str(self._name)].get("properties")
         kinds = _kinds(properties.get(key) if isinstance(properties, dict) else None)
         self._json += ", " if self._keys else "{"
         self._json += f"{_quote(key)}: {_as_json(value, kinds)}"
         self._keys.add(key)
-        self._go_to(end + len(_VALUE_END))
+        self._go_to(end + len(self._value_end))
         return True
 
     def _go_to(self, at: int) -> None:
         self._at = self._searched = at
+
+
+def _tag(text: str, begin: str, ends: tuple[str, ...]) -> tuple[str, int] | None:
+    """What stands between `begin` and the first of `ends`, and where that ends."""
+    if not text.startswith(begin):
+        return None
+    for end in dict.fromkeys(ends):
+        # White space between the words of an end is the model's choice.
+        after = r"\s*".join(map(re.escape, end.split())) or r"(?=[\s<])"
+        name = r"[^\n]*?" if end.split() else r"[^\s<]+"
+        if found := re.compile(f"({name}){after}").match(text, len(begin)):
+            return found[1], found.end()
+    return None
+
+
+def _begins_tag(text: str, begin: str, ends: tuple[str, ...]) -> bool:
+    """Whether more text may complete this to a tag."""
+    if not text.startswith(begin):
+        return begin.startswith(text)
+    line, newline, _ = text[len(begin) :].partition("\n")
+    return not newline or any(words[:1] and words[0] in line for words in map(str.split, ends))
 
 
 def _as_json(value: str, kinds: frozenset[str]) -> str:
@@ -154,30 +206,41 @@ def _list(schema: Mapping[str, Any], key: str) -> list[Any]:
 
 
 def rules_of(
-    tool: str, name: str, schema: Mapping[str, Any], parts: dict[str, str]
+    tool: str,
+    name: str,
+    schema: Mapping[str, Any],
+    parts: dict[str, str],
+    tags: Tags,
+    spell: Callable[[str], str],
 ) -> tuple[str, list[str]]:
     """A call in Lark, and the rules that it refers to, whose names begin with `tool`.
 
-    Grammars of values in JSON are added to parts. Arguments come in the schema's order. Raises
-    GrammarError for a schema that cannot be followed.
+    Grammars of values in JSON are added to parts. spell: writes a text in Lark. Arguments come in the
+    schema's order. Raises GrammarError for a schema that cannot be followed.
     """
-    call, rules = [_quote(f"{FUNCTION}{name}>\n")], []
+    call, rules = [spell(tags.head + name + tags.name_end)], []
+    after, has_special = spell(tags.value_end), spell(tags.value_end) != _quote(tags.value_end)
     definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     properties = schema.get("properties", {})
     if not isinstance(properties, dict):
         raise GrammarError("properties must be an object")
     for i, (key, value) in enumerate(properties.items()):
-        rule = f"{tool}_{i}"
+        rule, infix = f"{tool}_{i}", tags.infix
         if "string" in _kinds(value):
-            rules.append(f"{rule}[lazy]: /{_text(value)}\\n<\\/parameter>\\n/")
+            infix = tags.text_infix or infix
+            if has_special:  # no text holds a special token, so any text ends there
+                rules.append(f"{rule}: /{_text(value)}/ {after}")
+            else:
+                end = _in_slashes(re.escape(tags.value_end).replace("\\\n", "\n"))
+                rules.append(f"{rule}[lazy]: /{_text(value)}{end}/")
         else:
             parts[f"{rule}_value"] = from_json_schema(
                 value | definitions if isinstance(value, dict) else value
             )
-            rules.append(f"{rule}: @{rule}_value {_quote(_AFTER_VALUE)}")
-        one = _quote(f"{PARAMETER}{key}>\n") + f" {rule}"
+            rules.append(f"{rule}: @{rule}_value {after}")
+        one = spell(tags.key + key + infix) + f" {rule}"
         call.append(one if key in _list(schema, "required") else f"({one})?")
-    return " ".join([*call, _quote(_END)]), rules
+    return " ".join([*call, spell(tags.end)]), rules
 
 
 def _text(schema: Mapping[str, Any]) -> str:
