@@ -35,7 +35,7 @@ from cflow.engine.files.formats.magic import MAGIC
 CONVERTER = 5  # raise it when the same source converts to another file
 BUNDLED = "tinystories"
 BUNDLED_FILE = Path(__file__).parent / "data" / "tinystories.cflow"
-HUB_FILES = ("*.json", "*.safetensors", "*.jinja")
+HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
 FILES_BELOW = ("*_Pooling/config.json", "additional_chat_templates/*.jinja")  # read as well
 HASH_CHUNK = 8 << 20
 

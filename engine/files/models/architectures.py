@@ -188,7 +188,7 @@ def by_name(name: str, origin: str) -> Architecture:
     for architecture in ARCHITECTURES:
         if architecture.name == name:
             return architecture
-    known = ", ".join(a.name for a in ARCHITECTURES)
+    known = ", ".join(dict.fromkeys(a.name for a in ARCHITECTURES))
     raise ModelError(f"{origin}: unknown architecture {name!r}; supported: {known}")
 
 

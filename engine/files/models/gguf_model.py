@@ -216,17 +216,20 @@ def _rope(file: GgufFile, keys: Fields, architecture: Architecture, head_dim: in
 
 
 def _as_in_config(keys: Fields, factor: float) -> Fields:
-    """The keys of a scaling by their names in rope_parameters."""
-    names = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
-    settings = {name: keys.get(f"rope.scaling.{key}") for name, key in names.items()}
+    """The keys of a scaling, which are known by their names in rope_parameters."""
+    names = {
+        "beta_fast": "rope.scaling.yarn_beta_fast",
+        "beta_slow": "rope.scaling.yarn_beta_slow",
+        "original_max_position_embeddings": "rope.scaling.original_context_length",
+        "factor": "rope.scaling.factor",
+        "attention_factor": "rope.scaling.yarn_attn_factor",
+    }
     # mscale and mscale_all_dim are equal wherever a log multiplier is stored: they cancel out
     gain = 1.0 if keys.number("rope.scaling.yarn_log_multiplier", 0.0) else magnitude(factor)
-    settings |= {
-        "factor": factor,
-        "attention_factor": keys.positive("rope.scaling.yarn_attn_factor", gain),
-        "original_max_position_embeddings": keys.get("original_max_position_embeddings"),
-    }
-    return Fields(settings, keys.origin)
+    values = {key: keys.get(key) for key in names.values()}
+    values |= {names["factor"]: factor}
+    values |= {names["attention_factor"]: keys.positive(names["attention_factor"], gain)}
+    return Fields(values, keys.origin, names=names)
 
 
 def _divisors(file: GgufFile, name: str) -> tuple[float, ...]:

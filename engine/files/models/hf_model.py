@@ -211,7 +211,7 @@ def _layer(
     config: Fields, architecture: Architecture, class_name: str, names: set[str]
 ) -> LayerSpec:
     """A layer with its dense FFN and, in a mixture, its experts; _place keeps one of them. names: of
-    the tensors; biases are where they are."""
+    the tensors; biases are where they are, or where the config promises them."""
     n_heads = config.count("num_attention_heads", low=1)
     head_dim = config.count("head_dim", config.count("hidden_size", low=1) // n_heads, low=1)
     key = "hidden_activation" if "hidden_activation" in config else "hidden_act"
@@ -235,9 +235,11 @@ def _layer(
         norm_place=architecture.norm_place,
         norm_bias=has("norm1_bias"),
         qk_norm=architecture.qk_norm,
-        qkv_bias=has("q_bias") or (architecture.qkv_bias and config.flag("qkv_bias", True)),
+        qkv_bias=has("q_bias")
+        or config.flag("attention_bias", False)
+        or (architecture.qkv_bias and config.flag("qkv_bias", True)),
         o_bias=has("o_bias"),
-        ffn_bias=has("up_bias"),
+        ffn_bias=has("up_bias") or config.flag("mlp_bias", False),
         ungated=architecture.ungated,
         d_ff=config.count("intermediate_size", low=1),
         activation=ACTIVATIONS[activation],

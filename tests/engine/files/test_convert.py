@@ -122,7 +122,7 @@ def poison(name: str, number: float) -> Callable[[GgufBuilder], None]:
 REFUSALS: dict[str, tuple[Callable[[GgufBuilder], Any], str]] = {
     "architecture": (
         key("general.architecture", "s", "mamba"),
-        "unknown architecture 'mamba'; supported: llama, qwen2, qwen3, qwen2moe, qwen3moe, olmoe",
+        "unknown architecture 'mamba'; supported: llama, qwen2, qwen3, qwen2moe, qwen3moe, olmoe, gemma2",
     ),
     "missing tensor": (drop("blk.1.attn_k.weight"), r"blk\.1\.attn_k\.weight is missing"),
     "missing norm": (drop("output_norm.weight"), r"output_norm\.weight is missing"),
@@ -160,7 +160,8 @@ REFUSALS: dict[str, tuple[Callable[[GgufBuilder], Any], str]] = {
     "rope base 0": (key("llama.rope.freq_base", "f", 0.0), "freq_base is 0"),
     "rope dimensions odd": (key("llama.rope.dimension_count", "I", 15), "15 rotary"),
     "rope dimensions too many": (key("llama.rope.dimension_count", "I", 64), "2 to 16"),
-    "yarn": (key("llama.rope.scaling.type", "s", "yarn"), "'yarn', which is not supported"),
+    "yarn": (key("llama.rope.scaling.type", "s", "yarn"), "original_context_length is missing"),
+    "longrope": (key("llama.rope.scaling.type", "s", "longrope"), "tensors of its factors"),
     "value length": (key("llama.attention.value_length", "I", 8), "value_length is 8"),
     "softcapping an array": (
         key("llama.final_logit_softcapping", "[f", [0.0, 0.0]),
@@ -172,7 +173,10 @@ REFUSALS: dict[str, tuple[Callable[[GgufBuilder], Any], str]] = {
     ),
     "softcapping": (key("llama.final_logit_softcapping", "f", 30.0), "softcapping is 30"),
     "architecture missing": (key("general.architecture", "I", 1), "a string is required"),
-    "SentencePiece": (key("tokenizer.ggml.model", "s", "llama"), "SentencePiece"),
+    "SentencePiece without tokens": (
+        key("tokenizer.ggml.model", "s", "llama"),
+        r"tokenizer\.ggml\.tokens is not a list",
+    ),
     "tokens missing": (key("tokenizer.ggml.model", "s", "gpt2"), "tokens is not a list"),
 }
 
@@ -194,12 +198,16 @@ HF_REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
         "unknown architecture 'GPT2LMHead.*llama|Llama",
     ),
     "two architectures": ({"architectures": ["A", "B"]}, "does not name one class"),
-    "mlp bias": ({"mlp_bias": True}, "mlp_bias is True"),
+    "mlp bias": ({"mlp_bias": True}, r"mlp\.gate_proj\.bias is missing"),
+    "attention bias": ({"attention_bias": True}, r"q_proj\.bias is missing"),
     "clip": ({"clip_qkv": 8.0}, r"clip_qkv is 8\.0"),
     "quantised": ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
-    "yarn": ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),
-    "dynamic": ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "rope type 'dynamic'"),
-    "longrope": ({"rope_parameters": {"rope_type": "longrope"}}, "rope type 'longrope'"),
+    "yarn": ({"rope_scaling": {"type": "yarn", "factor": -4.0}}, "factor is -4"),
+    "dynamic": (
+        {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
+        "rope_type is 'dynamic'",
+    ),
+    "longrope": ({"rope_parameters": {"rope_type": "longrope"}}, "short_factor is None"),
     "rope per layer": ({"rope_parameters": {"full": {"rope_theta": 1.0}}}, "differ between layers"),
     "activation": ({"hidden_act": "relu"}, "hidden_act is 'relu'"),
     "width missing": ({"hidden_size": None}, "hidden_size is missing"),
