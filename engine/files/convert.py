@@ -15,10 +15,11 @@ from cflow.engine.base.errors import ModelError
 from cflow.engine.base.metadata import parse_metadata
 from cflow.engine.base.reports import Progress
 from cflow.engine.files.formats.cflow import Contents, Weight, write
-from cflow.engine.files.formats.gguf import SPLIT_NAME, GgufFile
+from cflow.engine.files.formats.gguf import GgufFile
 from cflow.engine.files.formats.magic import MAGIC
 from cflow.engine.files.formats.matrix import Matrix
 from cflow.engine.files.formats.order import ordered
+from cflow.engine.files.formats.parts import gguf_in
 from cflow.engine.files.formats.safetensors import SafetensorsFolder
 from cflow.engine.files.formats.tiles import Bytes, pack, stripe_rows
 from cflow.engine.files.models import (
@@ -89,8 +90,8 @@ def convert(
 def open_source(path: Path, pre: str | None = None) -> Source:
     """Open a source by reading its headers only."""
     if os.path.isdir(path):
-        _refuse_gguf_parts(path)
-        return _open_folder(path)
+        gguf = gguf_in(path)
+        return _open_folder(path) if gguf is None else _open_gguf(gguf, pre)
     if not os.path.isfile(path):
         raise ModelError(f"{path} does not exist")
     if path.suffix == ".safetensors":
@@ -107,19 +108,6 @@ def open_source(path: Path, pre: str | None = None) -> Source:
     return _open_gguf(path, pre)
 
 
-def _refuse_gguf_parts(folder: Path) -> None:
-    """Raise ModelError for a folder that holds GGUF files instead of config.json."""
-    names = sorted(path.name for path in folder.glob("*.gguf"))
-    if not names or (folder / "config.json").exists():
-        return
-    if any(SPLIT_NAME.search(name) for name in names):
-        raise ModelError(
-            f"{folder} holds parts of a split GGUF model ({names[0]}); merge them into one file "
-            "(gguf-split --merge) and name that file"
-        )
-    raise ModelError(f"{folder} has no config.json; name one of its GGUF files: {', '.join(names)}")
-
-
 def _open_gguf(path: Path, pre: str | None) -> Source:
     file = GgufFile(path)
     try:
@@ -132,7 +120,7 @@ def _open_gguf(path: Path, pre: str | None) -> Source:
             pooling=pooling.of_gguf(file, spec.architecture),
             licence=licence if isinstance(licence, str) else None,
             path=path,
-            files=[path],
+            files=file.parts,
             close=file.close,
         )
     except BaseException:

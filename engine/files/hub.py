@@ -31,6 +31,7 @@ from cflow.engine.base.reports import Report, silent
 from cflow.engine.files import catalogue
 from cflow.engine.files.catalogue import Entry
 from cflow.engine.files.formats.magic import MAGIC
+from cflow.engine.files.formats.parts import gguf_in, parts_of
 
 CONVERTER = 5  # raise it when the same source converts to another file
 BUNDLED = "tinystories"
@@ -95,10 +96,13 @@ def _from_path(path: Path, report: Report) -> Path:
         raise ModelError(
             f"{path} is not a model file; .cflow, .vflow, .gguf and Hugging Face folders are supported"
         )
-    target = _Source.of(path).target(report)
+    if path.is_dir():
+        path = gguf_in(path) or path
+    source = _Source.of(path)
+    target = source.target(report)
     with _locked(target, report) as is_done:
         if not is_done:
-            _convert(path, target, report)
+            _convert(source.path, target, report)
     return target
 
 
@@ -134,14 +138,16 @@ class _Source:
 
     @classmethod
     def of(cls, path: Path) -> _Source:
-        path = path.resolve()
+        parts = parts_of(path)
+        # The parts of a model are found by their names, which links have and what they lead to has not.
+        path = path.resolve() if len(parts) == 1 else parts[0].absolute()
         key = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
         return cls(path, cache_folder() / f"{key}.source.json")
 
     def target(self, report: Report) -> Path:
         """The conversion of what the source holds now. Removes the one of what it held before."""
         known = self._read()
-        files = [self.path]
+        files = parts_of(self.path)
         if self.path.is_dir():
             below = (self.path.glob(pattern) for pattern in FILES_BELOW)
             found = (*self.path.iterdir(), *chain.from_iterable(below))
@@ -150,7 +156,7 @@ class _Source:
         now = {
             name: _known_or_hashed(file, old.get(name), report)
             for file in files
-            for name in [str(file.relative_to(self.path)) if file != self.path else file.name]
+            for name in [str(file.relative_to(self.path)) if self.path.is_dir() else file.name]
         }
         lines = [str(CONVERTER), self.path.name, *(f"{name}\0{now[name][-1]}" for name in now)]
         identity = hashlib.sha256("\n".join(lines).encode(errors="surrogateescape")).hexdigest()

@@ -7,7 +7,6 @@ infos (string, u32 dims, u64 each, u32 type, u64 offset); padding; the data.
 from __future__ import annotations
 
 import math
-import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 from cflow.engine.base.errors import ModelError
 from cflow.engine.files.formats.blocks import BLOCK_TYPES
 from cflow.engine.files.formats.matrix import Matrix
+from cflow.engine.files.formats.parts import parts_of
 from cflow.engine.files.formats.pread import InputFile
 from cflow.engine.files.formats.tiles import Planes
 
@@ -45,7 +45,6 @@ SCALARS = {
     12: "d",
 }
 BOOL, STRING, ARRAY = 7, 8, 9
-SPLIT_NAME = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
 Value = int | float | bool | str | list[str] | NDArray[Any]
 
@@ -70,18 +69,50 @@ class GgufTensor:
 
 
 class GgufFile:
-    """metadata: key to value, numeric arrays as numpy arrays. tensors: by name, in file order."""
+    """A model in one file or in several. metadata: key to value, numeric arrays as numpy arrays; of the
+    first part. tensors: by name, in file order. parts: its files."""
 
     def __init__(self, path: Path) -> None:
+        """path: the file, or any part of a split model."""
         self.path = path
-        self._file = InputFile(path)
+        self.parts = parts_of(path)
+        self.metadata: dict[str, Value] = {}
+        self.tensors: dict[str, GgufTensor] = {}
+        self._files: list[InputFile] = []
+        self._file_of: dict[str, InputFile] = {}
         try:
-            header = _Header(self._file)
-            self.metadata = header.metadata
-            self.tensors = header.tensors
+            for part in self.parts:
+                self._open(part)
+            self._check_total()
         except BaseException:
-            self._file.close()
+            self.close()
             raise
+
+    def _open(self, part: Path) -> None:
+        file = InputFile(part)
+        self._files.append(file)
+        header = _Header(file, len(self._files) - 1, len(self.parts))
+        for name in header.tensors:
+            if name in self.tensors:
+                other = self._file_of[name].path.name
+                raise ModelError(f"{part}: tensor {name} is in {other} too")
+        if len(self._files) == 1:
+            self.metadata = header.metadata
+        self.tensors |= header.tensors
+        self._file_of |= dict.fromkeys(header.tensors, file)
+
+    def _check_total(self) -> None:
+        total = self.metadata.get("split.tensors.count", len(self.tensors))
+        if total != len(self.tensors):
+            raise ModelError(
+                f"{self.path}: split.tensors.count is {total}, but the parts hold "
+                f"{len(self.tensors)} tensors"
+            )
+        if not self.tensors:
+            raise ModelError(
+                f"{self.path}: holds no tensors: it is a vocabulary without weights; name the file of "
+                "the model"
+            )
 
     def matrix(self, name: str) -> Matrix:
         """The tensor as rows of its last dimension; leading dimensions are folded."""
@@ -90,14 +121,17 @@ class GgufFile:
         n_blocks = tensor.n_cols // block.n_values
         row_bytes = n_blocks * block.n_bytes
 
+        file = self._file_of[name]
+
         def read(first: int, n: int) -> Planes:
-            data = self._file.read(tensor.offset + first * row_bytes, n * row_bytes)
+            data = file.read(tensor.offset + first * row_bytes, n * row_bytes)
             return block.planes(np.frombuffer(data, np.uint8).reshape(n, n_blocks, block.n_bytes))
 
-        return Matrix(self.path, name, tensor.n_rows, tensor.n_cols, block.encoding, read)
+        return Matrix(file.path, name, tensor.n_rows, tensor.n_cols, block.encoding, read)
 
     def close(self) -> None:
-        self._file.close()
+        for file in self._files:
+            file.close()
 
     def __enter__(self) -> Self:
         return self
@@ -109,18 +143,15 @@ class GgufFile:
 class _Header:
     """Reads everything before the data; checks each length against the rest of the file."""
 
-    def __init__(self, file: InputFile) -> None:
+    def __init__(self, file: InputFile, number: int, n_parts: int) -> None:
+        """number: of the part, from 0."""
         self._file = file
         self._at = 0
         self._buffer = b""
         self._buffer_at = 0
         n_tensors, n_keys = self._counts()
         self.metadata = self._keys(n_keys)
-        self._refuse_split()
-        if not n_tensors:
-            raise self._fail(
-                "holds no tensors: it is a vocabulary without weights; name the file of the model"
-            )
+        self._check_part(number, n_parts)
         infos = [self._tensor_info() for _ in range(n_tensors)]
         self.tensors = self._placed(infos)
 
@@ -216,22 +247,15 @@ class _Header:
         data = self._take(count * dtype.itemsize, f"{what} of {count:,} numbers")
         return np.frombuffer(data, dtype)
 
-    def _refuse_split(self) -> None:
-        """Raise ModelError for a part of a split model."""
-        n_parts = self.metadata.get("split.count", 1)
-        match = SPLIT_NAME.search(self._file.path.name)
-        if isinstance(n_parts, int) and n_parts > 1 and match is None:
-            raise self._fail(f"one of {n_parts} parts of a split model; merge them into one file")
-        if match is None or int(match[2]) <= 1:
-            return
-        stem = self._file.path.name[: match.start()]
-        names = [f"{stem}-{i:05}-of-{match[2]}.gguf" for i in range(1, min(int(match[2]), 99) + 1)]
-        missing = [name for name in names if not (self._file.path.parent / name).exists()]
-        lost = f"; not in this folder: {', '.join(missing)}" if missing else ""
-        raise self._fail(
-            f"part {int(match[1])} of {int(match[2])} of a split model{lost}. Split files are not "
-            "supported: merge the parts into one (gguf-split --merge)"
-        )
+    def _check_part(self, number: int, n_parts: int) -> None:
+        """Raise ModelError if the file says that it is another part than its name does."""
+        for key, want in (("split.no", number), ("split.count", n_parts)):
+            found = self.metadata.get(key, want)
+            if found != want and not (key == "split.count" and n_parts == 1 and found == 0):
+                raise self._fail(
+                    f"{key} is {found}, but by its name it is part {number + 1} of {n_parts}; the "
+                    "parts of a split model must keep their names"
+                )
 
     def _tensor_info(self) -> GgufTensor:
         name = self._string("a tensor's name", MAX_NAME_BYTES)

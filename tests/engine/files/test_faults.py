@@ -1,5 +1,6 @@
 """Files that downloads, hubs and other programs leave: what is said about them."""
 
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -78,16 +79,26 @@ def test_f63_a_single_safetensors_file_names_its_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("names", "message"),
     [
-        ("m-00001-of-00002.gguf", r"parts of a split GGUF.*gguf-split --merge"),
-        ("m.Q4_0.gguf", r"name one of its GGUF files: m\.Q4_0\.gguf"),
+        (["m-00001-of-00002.gguf"], r"lacks 1 of the 2 parts.*m-00002-of-00002\.gguf"),
+        (["m.Q4_0.gguf", "m.Q8_0.gguf"], r"name one of them: m\.Q4_0\.gguf, m\.Q8_0\.gguf"),
     ],
 )
-def test_f63_a_folder_of_gguf_files_names_the_way(name: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_bytes(tiny_llama().build())
+def test_f63_a_folder_of_gguf_files_names_the_way(
+    names: list[str], message: str, tmp_path: Path
+) -> None:
+    for name in names:
+        (tmp_path / name).write_bytes(tiny_llama().build())
     with pytest.raises(ModelError, match=message):
         open_source(tmp_path)
+
+
+def test_a_folder_with_one_gguf_model_is_that_model(tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").write_bytes(tiny_llama().build())
+    (tmp_path / "mmproj-m.gguf").write_bytes(b"images")
+    with closing(open_source(tmp_path)) as source:
+        assert source.path == tmp_path / "m.gguf"
 
 
 @pytest.mark.parametrize("change", [-4096, 4096])

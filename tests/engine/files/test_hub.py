@@ -17,7 +17,7 @@ from cflow.engine.base.errors import ModelError
 from cflow.engine.files import catalogue, hub
 from cflow.engine.files.catalogue import Entry
 from cflow.engine.files.convert import convert
-from makefiles.gguf_file import tiny_llama
+from makefiles.gguf_file import GgufBuilder, tiny_llama
 from makefiles.safetensors_file import tiny_folder
 from oracles.model_file import ModelFile
 
@@ -407,3 +407,20 @@ def test_a_hub_that_does_not_answer_is_an_error(
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     with pytest.raises(ModelError, match="cannot fetch"):
         hub.resolve(reference)
+
+
+def test_a_split_model_is_converted_once_whichever_part_is_named(
+    tmp_path: Path, cache: Path
+) -> None:
+    """Parts may be links, as the hub's cache has them, to files of other names."""
+    whole = tiny_llama()
+    for i in range(2):
+        part = GgufBuilder(tensors=whole.tensors[i::2], keys=[] if i else [*whole.keys])
+        part.keys += [("split.no", "H", i), ("split.count", "H", 2)]
+        (tmp_path / f"blob{i}").write_bytes(part.build())
+        (tmp_path / f"m-0000{i + 1}-of-00002.gguf").symlink_to(tmp_path / f"blob{i}")
+    path = hub.resolve(str(tmp_path / "m-00002-of-00002.gguf"))
+    assert hub.resolve(str(tmp_path / "m-00001-of-00002.gguf")) == path
+    assert hub.resolve(str(tmp_path)) == path
+    (tmp_path / "blob1").write_bytes((tmp_path / "blob1").read_bytes()[:-1] + b"\x01")
+    assert hub.resolve(str(tmp_path)) != path

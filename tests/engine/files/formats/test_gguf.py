@@ -192,18 +192,106 @@ def test_a_file_that_shrinks_later_is_an_error(tmp_path: Path) -> None:
             file.matrix("blk.1.ffn_down.weight").read(0, 64)
 
 
-def test_a_part_of_a_split_model_names_the_missing_ones(tmp_path: Path) -> None:
-    path = write(tmp_path / "m-00001-of-00003.gguf", set_key("split.count", "H", 3))
-    (tmp_path / "m-00002-of-00003.gguf").touch()
-    with pytest.raises(
-        ModelError, match=r"part 1 of 3.*not in this folder: m-00003-of-00003\.gguf"
-    ):
-        GgufFile(path)
+Split = list[GgufBuilder]
+
+
+def split(n: int = 3) -> Split:
+    """The tiny llama in n parts, the first of which holds all keys."""
+    whole = tiny_llama()
+    parts = [GgufBuilder(tensors=whole.tensors[i::n]) for i in range(n)]
+    parts[0].keys = [*whole.keys]
+    for i, part in enumerate(parts):
+        part.keys += [
+            ("split.no", "H", i),
+            ("split.count", "H", n),
+            ("split.tensors.count", "i", len(whole.tensors)),
+        ]
+    return parts
+
+
+def written(parts: Split, folder: Path) -> list[Path]:
+    n = len(parts)
+    paths = [folder / f"m-{i:05}-of-{n:05}.gguf" for i in range(1, n + 1)]
+    for path, part in zip(paths, parts, strict=True):
+        path.write_bytes(part.build())
+    return paths
+
+
+@pytest.mark.parametrize("named", [0, 2])
+def test_a_split_model_is_the_whole_one_by_any_part(named: int, tmp_path: Path) -> None:
+    paths = written(split(), tmp_path)
+    with GgufFile(write(tmp_path / "x.gguf")) as whole, GgufFile(paths[named]) as parts:
+        assert parts.parts == paths
+        assert parts.metadata.items() >= whole.metadata.items()
+        assert parts.tensors.keys() == whole.tensors.keys()
+        for name in whole.tensors:
+            np.testing.assert_array_equal(parts.matrix(name).floats(), whole.matrix(name).floats())
+
+
+def test_the_first_part_may_hold_keys_only(tmp_path: Path) -> None:
+    parts = split(2)
+    parts[1].tensors += parts[0].tensors
+    parts[0].tensors = []
+    with GgufFile(written(parts, tmp_path)[0]) as file:
+        assert len(file.tensors) == len(tiny_llama().tensors)
+
+
+def renumbered(parts: Split) -> None:
+    parts[1].keys = [("split.no", "H", 2), *parts[1].keys[1:]]
+
+
+def recounted(parts: Split) -> None:
+    parts[2].keys[1] = ("split.count", "H", 4)
+
+
+def repeated(parts: Split) -> None:
+    parts[2].tensors.append(parts[0].tensors[0])
+
+
+def shortened(parts: Split) -> None:
+    parts[1].tensors.pop()
+
+
+def emptied(parts: Split) -> None:
+    for part in parts:
+        part.tensors, part.keys[-1] = [], ("split.tensors.count", "i", 0)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (renumbered, r"m-00002-of-00003\.gguf: split\.no is 2.*part 2 of 3"),
+        (recounted, r"m-00003-of-00003\.gguf: split\.count is 4.*part 3 of 3"),
+        (repeated, r"m-00003.*tensor token_embd\.weight is in m-00001-of-00003\.gguf too"),
+        (shortened, r"split\.tensors\.count is \d+, but the parts hold \d+"),
+        (emptied, "holds no tensors"),
+    ],
+)
+def test_parts_that_do_not_belong_together(
+    edit: Callable[[Split], None], message: str, tmp_path: Path
+) -> None:
+    parts = split()
+    edit(parts)
+    with pytest.raises(ModelError, match=message):
+        GgufFile(written(parts, tmp_path)[0])
+
+
+def test_missing_parts_are_named(tmp_path: Path) -> None:
+    paths = written(split(), tmp_path)
+    paths[2].unlink()
+    with pytest.raises(ModelError, match=r"lacks 1 of the 3 parts.*m-00003-of-00003\.gguf"):
+        GgufFile(paths[0])
+
+
+@pytest.mark.parametrize("number", ["00000", "00004"])
+def test_a_part_beyond_the_last_one_is_refused(number: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="its name is wrong"):
+        GgufFile(tmp_path / f"m-{number}-of-00003.gguf")
 
 
 def test_a_renamed_part_of_a_split_model_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf", set_key("split.count", "H", 3))
-    with pytest.raises(ModelError, match="one of 3 parts"):
+    with pytest.raises(ModelError, match=r"split\.count is 3, but by its name it is part 1 of 1"):
         GgufFile(path)
 
 
