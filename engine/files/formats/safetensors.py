@@ -16,7 +16,7 @@ import numpy as np
 from cflow.engine.base.errors import ModelError
 from cflow.engine.files.formats.matrix import Matrix
 from cflow.engine.files.formats.pread import InputFile
-from cflow.engine.files.formats.tiles import Planes
+from cflow.engine.files.formats.tiles import Floats, Planes
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 MAX_JSON_BYTES = 256 << 20
@@ -29,12 +29,26 @@ DTYPES: dict[str, tuple[str, np.dtype[Any]]] = {
     "F32": ("f32", np.dtype("<f4")),
     "F16": ("f16", np.dtype("<f2")),
     "BF16": ("bf16", np.dtype("<u2")),
+    "F8_E4M3": ("bf16", np.dtype("u1")),
 }
+
+
+def _e4m3() -> Floats:
+    """The values of the 256 codes of e4m3fn: a sign, 4 bits of exponent, 3 of mantissa, no infinity."""
+    code = np.arange(256)
+    exponent, mantissa = code >> 3 & 15, code & 7
+    magnitude = np.ldexp(np.where(exponent, 8 + mantissa, mantissa), np.maximum(exponent, 1) - 10)
+    magnitude[code & 127 == 127] = np.nan
+    found: Floats = np.where(code < 128, magnitude, -magnitude).astype(np.float32)
+    return found
+
+
+E4M3 = _e4m3()
 
 
 @dataclass(frozen=True)
 class SafeTensor:
-    """A tensor of a shard. offset: from the start of the file."""
+    """A tensor of a shard; a scalar has the shape (1,). offset: from the start of the file."""
 
     name: str
     shape: tuple[int, ...]
@@ -68,7 +82,10 @@ class Shard:
 
         def read(first: int, n: int) -> Planes:
             data = self._file.read(tensor.offset + first * row_bytes, n * row_bytes)
-            return Planes(encoding, np.frombuffer(data, dtype).reshape(n, n_cols), {})
+            codes = np.frombuffer(data, dtype).reshape(n, n_cols)
+            if tensor.dtype == "F8_E4M3":
+                return Planes("f32", E4M3[codes], {})
+            return Planes(encoding, codes, {})
 
         return Matrix(self.path, name, n_rows, n_cols, encoding, read)
 
@@ -114,7 +131,7 @@ class Shard:
         numbers = (*shape, first, end)
         if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in numbers):
             raise self._fail(f"tensor {name} has a shape or offsets that are not counts")
-        if not 1 <= len(shape) <= MAX_DIMS or min(shape) < 1:
+        if len(shape) > MAX_DIMS or min(shape, default=1) < 1:
             raise self._fail(f"tensor {name} has the shape {list(shape)}")
         if dtype in DTYPES:
             n_bytes = math.prod(shape) * DTYPES[dtype][1].itemsize
@@ -122,7 +139,7 @@ class Shard:
                 raise self._fail(
                     f"tensor {name} has {end - first:,} bytes, {dtype} {list(shape)} is {n_bytes:,}"
                 )
-        return SafeTensor(name, shape, dtype, start + first), start + end
+        return SafeTensor(name, shape or (1,), dtype, start + first), start + end
 
     def _check_places(self, tensors: dict[str, tuple[SafeTensor, int]], start: int) -> None:
         """Raise ModelError unless tensors fill the rest of the file, as the safetensors library

@@ -11,6 +11,7 @@ import numpy as np
 from cflow.engine.base.errors import ModelError
 from cflow.engine.files.formats.quantise import values
 from cflow.engine.files.formats.safetensors import SafetensorsFolder
+from cflow.engine.files.models import quantised
 from cflow.engine.files.models.architectures import Architecture, by_class
 from cflow.engine.files.models.fields import Fields
 from cflow.engine.files.models.rope import scaled
@@ -98,8 +99,9 @@ ACTIVATIONS = {
 
 def weights(folder: SafetensorsFolder) -> Weights:
     """Weights by role. A tied model may store its head again; an equal copy is not read."""
-    stored = {_text_name(name): name for name in folder.tensors}
-    shapes = {name: folder.tensors[stored[name]].shape for name in stored}
+    tensors = quantised.stored(folder)
+    stored = {_text_name(name): name for name in tensors.shapes}
+    shapes = {name: tensors.shapes[stored[name]] for name in stored}
     is_mixtral = "model.layers.0.block_sparse_moe.gate.weight" in shapes
     naming = MIXTRAL_NAMING if is_mixtral else NAMING
     architecture = by_class(_class_name(folder), str(folder.path))
@@ -110,7 +112,7 @@ def weights(folder: SafetensorsFolder) -> Weights:
         )
     if _is_tied(folder, architecture) or not _has_head(folder):
         naming = replace(naming, ignored=rf"{naming.ignored}|lm_head\.weight")
-    return Weights(str(folder.path), naming, shapes, lambda name: folder.matrix(stored[name]))
+    return Weights(str(folder.path), naming, shapes, lambda name: tensors.matrix(stored[name]))
 
 
 def _text_name(name: str) -> str:
@@ -154,7 +156,7 @@ def spec(folder: SafetensorsFolder) -> ModelSpec:
     class_name = _class_name(folder)
     architecture = by_class(class_name, origin)
     config = Fields(_text_config(folder.config), origin)
-    config.refuse("quantization_config")
+    quantised.stored(folder)  # refuses unknown schemes first
     config.refuse("clip_qkv")
     n_layers = config.count("num_hidden_layers", low=1, high=MAX_LAYERS)
     names = {_text_name(name) for name in folder.tensors}
@@ -200,8 +202,9 @@ def has_own_head(folder: SafetensorsFolder) -> bool:
 def notes(folder: SafetensorsFolder, spec: ModelSpec) -> tuple[str, ...]:
     """What a user should know about how the folder was read."""
     if folder.config.get("tie_word_embeddings") is not True or spec.tied:
-        return ()
+        return quantised.notes(folder)
     return (
+        *quantised.notes(folder),
         "config.json ties the head to the embedding, but lm_head.weight has other values: it is the "
         "head, as in transformers 5",
     )

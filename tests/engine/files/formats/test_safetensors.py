@@ -41,7 +41,6 @@ FAULTS: dict[str, tuple[bytes, str]] = {
     "float shape": (shard({"a": entry("F32", [2.0], 0, 8)}), "not counts"),  # type: ignore[list-item]
     "bool shape": (shard({"a": entry("F32", [True], 0, 4)}), "not counts"),
     "zero dimension": (shard({"a": entry("F32", [0], 0, 0)}), r"shape \[0\]"),
-    "scalar": (shard({"a": entry("F32", [], 0, 4)}, bytes(4)), r"shape \[\]"),
     "size and shape differ": (shard({"a": entry("F32", [2, 2], 0, 15)}, bytes(16)), "15 bytes"),
     "shape wraps": (shard({"a": entry("F32", [1 << 32, 1 << 32], 0, 0)}), "0 bytes"),
     "data cut": (shard({"a": GOOD}, bytes(15)), r"\(1 bytes are missing\)"),
