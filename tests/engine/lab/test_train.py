@@ -4,7 +4,7 @@ import json
 import math
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -58,10 +58,22 @@ def run(config: Config, out: Path, watch: train.Watch = lambda _: None) -> dict[
     return results
 
 
-def test_a_run_learns_and_leaves_its_model(text: Path, tmp_path: Path) -> None:
+class Finished(NamedTuple):
+    folder: Path
+    results: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def whole(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """A run of config(text), to be read and copied."""
+    folder = tmp_path_factory.mktemp("whole")
+    return Finished(folder, run(config(text), folder))
+
+
+def test_a_run_learns_and_leaves_its_model(text: Path, whole: Finished) -> None:
     how = config(text)
-    results = run(how, tmp_path)
-    folder = tmp_path / "combined-s0"
+    results = whole.results
+    folder = whole.folder / "combined-s0"
     records = losses(folder)
     assert [r["step"] for r in records] == list(range(1, len(records) + 1))
     assert records[0]["loss"] == pytest.approx(math.log(270), rel=0.02)
@@ -86,11 +98,9 @@ def test_a_run_learns_and_leaves_its_model(text: Path, tmp_path: Path) -> None:
 
 
 def test_a_killed_run_goes_on_with_the_same_numbers(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    text: Path, tmp_path: Path, whole: Finished, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(train, "CHECKPOINT_S", 0.0)
-    whole = run(config(text), tmp_path / "whole")
-
     deaths = [4, 11]
 
     def kill(report: Report) -> None:
@@ -100,14 +110,14 @@ def test_a_killed_run_goes_on_with_the_same_numbers(
 
     for _ in range(2):
         with pytest.raises(Killed):
-            run(config(text), tmp_path / "parts", kill)
-    parts = run(config(text), tmp_path / "parts", kill)
-    assert losses(tmp_path / "parts" / "combined-s0") == losses(tmp_path / "whole" / "combined-s0")
-    assert parts["runs"][0]["valid_loss"] == whole["runs"][0]["valid_loss"]
+            run(config(text), tmp_path, kill)
+    parts = run(config(text), tmp_path, kill)
+    assert losses(tmp_path / "combined-s0") == losses(whole.folder / "combined-s0")
+    assert parts["runs"][0]["valid_loss"] == whole.results["runs"][0]["valid_loss"]
 
 
-def test_finished_runs_are_not_done_again(text: Path, tmp_path: Path) -> None:
-    run(config(text), tmp_path)
+def test_finished_runs_are_not_done_again(text: Path, tmp_path: Path, whole: Finished) -> None:
+    shutil.copytree(whole.folder, tmp_path, dirs_exist_ok=True)
     seen: list[str] = []
     arms = {"combined": ARMS["arch2_4_combined"], "registers": ARMS["arch3"]}
     results = run(config(text, **arms), tmp_path, lambda report: seen.append(report.run.name))
@@ -131,8 +141,8 @@ def test_a_checkpoint_of_other_settings_is_refused(
         run(with_other_settings(text), tmp_path)
 
 
-def test_a_result_of_other_settings_is_refused(text: Path, tmp_path: Path) -> None:
-    run(config(text), tmp_path)
+def test_a_result_of_other_settings_is_refused(text: Path, tmp_path: Path, whole: Finished) -> None:
+    shutil.copytree(whole.folder, tmp_path, dirs_exist_ok=True)
     with pytest.raises(LabError, match="other settings"):
         run(with_other_settings(text), tmp_path)
 
