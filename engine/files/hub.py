@@ -1,4 +1,4 @@
-"""Model references: catalogue names, paths, hf:org/repo, and the bundled model.
+"""Model references: catalogue names, paths, hf:org/repo[:QUANT][@revision], and the bundled model.
 
 `resolve` returns the .cflow file to run: other formats are converted once, into the cache
 ($XDG_CACHE_HOME/cflow). Names there contain a hash of the source's content, so a changed source is
@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import IO, Any, BinaryIO
 
 from cflow.engine.base.cache_folder import cache_folder
@@ -31,7 +31,7 @@ from cflow.engine.base.reports import Report, silent
 from cflow.engine.files import catalogue
 from cflow.engine.files.catalogue import Entry
 from cflow.engine.files.formats.magic import MAGIC
-from cflow.engine.files.formats.parts import gguf_in, parts_of
+from cflow.engine.files.formats.parts import first_part, gguf_in, parts_of
 
 CONVERTER = 5  # raise it when the same source converts to another file
 BUNDLED = "tinystories"
@@ -98,11 +98,10 @@ def _from_path(path: Path, report: Report) -> Path:
         )
     if path.is_dir():
         path = gguf_in(path) or path
-    source = _Source.of(path)
-    target = source.target(report)
+    target = _Source.of(path).target(report)
     with _locked(target, report) as is_done:
         if not is_done:
-            _convert(source.path, target, report)
+            _convert(path, target, report)
     return target
 
 
@@ -308,20 +307,89 @@ def _need_space(entry: Entry, folder: Path) -> None:
         )
 
 
-def _from_hub(repository: str, report: Report) -> Path:
-    """Download a repository (org/repo or org/repo@revision), or find it in the hub's own cache."""
+def _from_hub(reference: str, report: Report) -> Path:
+    """Download org/repo[:QUANT][@revision], or find it in the hub's own cache: the GGUF file of that
+    quantisation, its first part if it is split, or a folder with safetensors."""
     import huggingface_hub  # slow to import and seldom needed
     from huggingface_hub import errors
 
-    name, _, revision = repository.partition("@")
+    known, _, revision = reference.partition("@")
+    name, _, quant = known.partition(":")
     report(f"fetching {name}", 0, 0)
     try:
+        names = _names_on_hub(name, revision or None)
+        gguf = _choose(names, quant, f"hf:{name}")
+        wanted = list(HUB_FILES) if gguf is None else [str(p) for p in gguf]
         folder = huggingface_hub.snapshot_download(
-            name, revision=revision or None, allow_patterns=list(HUB_FILES)
+            name, revision=revision or None, allow_patterns=wanted
         )
+    except errors.GatedRepoError as error:
+        raise ModelError(
+            f"hf:{name} is gated: accept its licence on its page, and set HF_TOKEN to a token of that "
+            "account"
+        ) from error
     except (OSError, ValueError, errors.HfHubHTTPError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(
-            f"cannot fetch hf:{repository} ({first}); check the network with `hf download {name}`"
+            f"cannot fetch hf:{reference} ({first}); check the network with `hf download {name}`, and "
+            "HF_TOKEN if the repository is private"
         ) from error
-    return Path(folder)
+    return Path(folder) if gguf is None else Path(folder) / gguf[0]
+
+
+def _names_on_hub(name: str, revision: str | None) -> list[str]:
+    """The files of a repository; without a network, those in the hub's cache."""
+    import httpx
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    try:
+        info = huggingface_hub.HfApi().model_info(name, revision=revision)
+        return [sibling.rfilename for sibling in info.siblings or []]
+    except errors.HfHubHTTPError:
+        raise  # the hub's answer
+    except (OSError, httpx.HTTPError) as error:
+        names = _cached_names(name, revision or "main")
+        if not names:
+            raise OSError(str(error)) from error
+        return names
+
+
+def _cached_names(name: str, revision: str) -> list[str]:
+    """What the hub's cache holds of a repository, perhaps not all of it."""
+    import huggingface_hub
+
+    with contextlib.suppress(huggingface_hub.CacheNotFound):
+        for repository in huggingface_hub.scan_cache_dir().repos:
+            if (repository.repo_id, repository.repo_type) != (name, "model"):
+                continue
+            for cached in repository.revisions:
+                if revision in (*cached.refs, cached.commit_hash):
+                    root = cached.snapshot_path
+                    return [str(file.file_path.relative_to(root)) for file in cached.files]
+    return []
+
+
+def _choose(names: list[str], quant: str, origin: str) -> list[PurePosixPath] | None:
+    """The GGUF files of a quantisation; None for a repository with safetensors. A quantisation is a word
+    in a file's path, such as Q4_K_M. Raises ModelError with what there is."""
+    paths = [PurePosixPath(name) for name in names if name.endswith(".gguf")]
+    models: dict[PurePosixPath, list[PurePosixPath]] = {}
+    for path in sorted(path for path in paths if not path.name.startswith("mmproj")):
+        models.setdefault(first_part(path), []).append(path)
+    if not quant and (not models or ("config.json" in names and _has_safetensors(names))):
+        return None
+    word = re.compile(rf"(?<![A-Za-z0-9]){re.escape(quant)}(?![A-Za-z0-9_])", re.IGNORECASE)
+    found = [model for model in models if word.search(str(model)) or not quant]
+    if len(found) == 1:
+        return models[found[0]]
+    there = ", ".join(str(model) for model in (found or models)) or "none"
+    fault = f"{len(found)} GGUF models" if found else "no GGUF model"
+    what = f" of {quant}" if quant else ""
+    raise ModelError(
+        f"{origin} has {fault}{what}; name a quantisation as in {origin}:Q4_K_M. There: {there}"
+    )
+
+
+def _has_safetensors(names: list[str]) -> bool:
+    return any(name.endswith(".safetensors") for name in names)

@@ -18,7 +18,7 @@ from cflow.server.config import DEFAULT_MODEL
 
 SOURCES = (
     "a name of the catalogue (smollm2-135m), a .gguf file, a Hugging Face folder, or hf:org/repo "
-    "(or hf:org/repo@revision)"
+    "(hf:org/repo:Q4_K_M for a GGUF file, hf:org/repo@revision)"
 )
 KINDS = f"tinystories, a .cflow or .vflow file, {SOURCES}"
 MODEL = Annotated[str, typer.Argument(help=f"The model: {KINDS}.")]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
+from pathlib import Path, PurePath
+from typing import TypeVar
 
 from cflow.engine.base.errors import ModelError
 
@@ -31,13 +32,21 @@ def parts_of(path: Path) -> list[Path]:
     return parts
 
 
+AnyPath = TypeVar("AnyPath", bound=PurePath)
+
+
+def first_part(path: AnyPath) -> AnyPath:
+    """The first part of a split model, or the path itself."""
+    return path.with_name(SPLIT_NAME.sub(r"-00001-of-\2.gguf", path.name))
+
+
 def gguf_in(folder: Path) -> Path | None:
     """The GGUF model of a folder without config.json, its first part if it is split; None: there is
     none. Raises ModelError if there are several."""
     if (folder / "config.json").exists():
         return None
     paths = sorted(p for p in folder.glob("*.gguf") if not p.name.startswith("mmproj"))
-    models = sorted({parts_of(path)[0] for path in paths})
+    models = sorted({first_part(path) for path in paths})
     if len(models) > 1:
         names = _some([path.name for path in models])
         raise ModelError(f"{folder} holds {len(models)} GGUF models; name one of them: {names}")

@@ -17,6 +17,7 @@ from cflow.engine.base.errors import ModelError
 from cflow.engine.files import catalogue, hub
 from cflow.engine.files.catalogue import Entry
 from cflow.engine.files.convert import convert
+from harness.hub import hub_of
 from makefiles.gguf_file import GgufBuilder, tiny_llama
 from makefiles.safetensors_file import tiny_folder
 from oracles.model_file import ModelFile
@@ -378,23 +379,70 @@ def test_the_shipped_catalogue_is_well_formed() -> None:
 # ---- the hub ----
 
 
-def test_a_hub_repository_is_converted(
-    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+def resolved(reference: str, hub_url: str, home: Path, **environment: str) -> Any:
+    """The path, or the error, of a process of its own: the hub's library reads its address once."""
+    program = (
+        "import sys; from cflow.engine.files import hub\n"
+        "from cflow.engine.base.errors import ModelError\n"
+        "try: print(hub.resolve(sys.argv[1]))\n"
+        "except ModelError as error: print('error:', error)"
+    )
+    variables = {"HF_ENDPOINT": hub_url, "HF_HOME": str(home / "hf"), "HF_HUB_DISABLE_XET": "1"}
+    variables |= {"XDG_CACHE_HOME": str(home)} | environment
+    done = subprocess.run(
+        [sys.executable, "-c", program, reference],
+        env=os.environ | variables, stdout=subprocess.PIPE, text=True, check=True,
+    )  # fmt: skip
+    return done.stdout.strip()
+
+
+def gguf_files() -> dict[str, bytes]:
+    """A repository with two quantisations, the second in two parts, and files beside them."""
+    whole = tiny_llama()
+    files = {"README.md": b"", "mmproj-F16.gguf": b"", "m-Q4_0.gguf": whole.build()}
+    for i in range(2):
+        part = GgufBuilder(tensors=whole.tensors[i::2], keys=[] if i else [*whole.keys])
+        part.keys += [("split.no", "H", i), ("split.count", "H", 2)]
+        files[f"Q4_K_M/m-Q4_K_M-0000{i + 1}-of-00002.gguf"] = part.build()
+    return files
+
+
+def test_a_quantisation_of_the_hub_is_fetched_alone_and_needs_no_network_again(
+    tmp_path: Path,
 ) -> None:
-    import huggingface_hub
+    with hub_of(gguf_files()) as hub:
+        path = resolved("hf:org/repo:q4_k_m", hub.url, tmp_path)
+        assert Path(path).suffix == ".cflow"
+        assert sorted(hub.fetched) == [name for name in hub.files if "Q4_K_M" in name]
+        assert resolved("hf:org/repo:Q4_0@main", hub.url, tmp_path).endswith(".cflow")
+        n_fetched = len(hub.fetched)
+        url = hub.url
+    again = resolved("hf:org/repo:Q4_K_M", url, tmp_path, HF_HUB_OFFLINE="1")
+    assert again == path
+    assert n_fetched == 3
 
-    folder = tiny_folder(tmp_path / "snapshot")
-    asked: list[Any] = []
 
-    def download(name: str, revision: str | None, allow_patterns: list[str]) -> str:
-        asked.append((name, revision))
-        assert "*.safetensors" in allow_patterns
-        return str(folder)
+def test_a_choice_on_the_hub_that_is_not_clear_lists_what_is_there(tmp_path: Path) -> None:
+    with hub_of(gguf_files()) as hub:
+        for reference, message in (
+            ("hf:org/repo", "has 2 GGUF models; name a quantisation"),
+            ("hf:org/repo:Q8_0", "has no GGUF model of Q8_0"),
+        ):
+            error = resolved(reference, hub.url, tmp_path)
+            assert message in error
+            assert "m-Q4_0.gguf" in error
+            assert "Q4_K_M/m-Q4_K_M-00001-of-00002.gguf" in error
+        assert not hub.fetched
+        hub.refusal = (403, "GatedRepo")
+        assert "is gated: accept its licence" in resolved("hf:org/repo", hub.url, tmp_path)
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert hub.resolve("hf:org/repo@main").parent == cache
-    assert hub.resolve("hf:org/repo").parent == cache
-    assert asked == [("org/repo", "main"), ("org/repo", None)]
+
+def test_a_folder_of_the_hub_is_converted(tmp_path: Path) -> None:
+    folder = tiny_folder(tmp_path / "m")
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with hub_of(files | {"pytorch_model.bin": b"x"}) as hub:
+        assert resolved("hf:org/repo", hub.url, tmp_path).endswith(".cflow")
+        assert "pytorch_model.bin" not in hub.fetched
 
 
 @pytest.mark.parametrize("reference", ["hf:org/repo", "hf:../../etc", "hf:"])
