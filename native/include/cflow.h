@@ -128,18 +128,18 @@ typedef enum {
 } cflow_rope_scaling;
 typedef enum {
     CFLOW_QK_NORM_NONE = 0,
-    CFLOW_QK_NORM_HEAD = 1, /* RMSNorm over each head, weight (head_dim,) */
-    CFLOW_QK_NORM_FULL = 2, /* RMSNorm over the whole projection, weight (n_heads * head_dim,) */
+    CFLOW_QK_NORM_HEAD = 1,   /* RMSNorm over each head, weight (head_dim,) */
+    CFLOW_QK_NORM_FULL = 2,   /* RMSNorm over the whole projection, weight (n_heads * head_dim,) */
     CFLOW_QK_NORM_ROTATED = 3 /* as HEAD, but after rotary embedding */
 } cflow_qk_norm;
 typedef enum {
     CFLOW_NORM_RMS = 0,  /* x / sqrt(mean(x^2) + eps) * w */
     CFLOW_NORM_LAYER = 1 /* (x - mean(x)) / sqrt(var(x) + eps) * w (+ bias) */
 } cflow_norm_kind;
-typedef enum {              /* where a layer norms, for attention and for the dense FFN */
-    CFLOW_NORM_BEFORE = 0,  /* the input: norm1, norm2 */
-    CFLOW_NORM_AFTER = 1,   /* the output, before it is added: post_norm1, post_norm2 */
-    CFLOW_NORM_AROUND = 2   /* both */
+typedef enum {                        /* where a layer norms, for attention and for the dense FFN */
+               CFLOW_NORM_BEFORE = 0, /* the input: norm1, norm2 */
+               CFLOW_NORM_AFTER = 1,  /* the output, before it is added: post_norm1, post_norm2 */
+               CFLOW_NORM_AROUND = 2  /* both */
 } cflow_norm_place;
 typedef enum {
     CFLOW_SILU = 0,

@@ -1,5 +1,7 @@
 /* Opens and closes contexts. All memory that a context will ever use is laid out twice: first to
  * count it, then to take it. */
+#include <string.h>
+
 #include "attention.h"
 #include "ctx.h"
 #include "layers.h"
@@ -72,12 +74,14 @@ static void lay_buffers(cflow_ctx *ctx, layout *l) {
 /* Whether two layers can share a table. */
 static int same_rope(const model_weights *m, uint32_t context, uint32_t one, uint32_t other) {
     const cflow_layer *a = model_layer(m, one), *b = model_layer(m, other);
-    const float *divisors = rope_divisors(m, one, context), *others = rope_divisors(m, other, context);
+    const float *divisors = rope_divisors(m, one, context),
+                *others = rope_divisors(m, other, context);
     if (!divisors != !others || a->rope_dim != b->rope_dim) return 0;
     if (divisors && memcmp(divisors, others, a->rope_dim / 2 * sizeof *divisors)) return 0;
-    return a->rope_gain == b->rope_gain && a->rope_dim == b->rope_dim && a->rope_base == b->rope_base &&
-           a->rope_scaling == b->rope_scaling && a->rope_factor == b->rope_factor &&
-           a->rope_low_freq == b->rope_low_freq && a->rope_high_freq == b->rope_high_freq &&
+    return a->rope_gain == b->rope_gain && a->rope_dim == b->rope_dim &&
+           a->rope_base == b->rope_base && a->rope_scaling == b->rope_scaling &&
+           a->rope_factor == b->rope_factor && a->rope_low_freq == b->rope_low_freq &&
+           a->rope_high_freq == b->rope_high_freq &&
            a->rope_original_context == b->rope_original_context;
 }
 
@@ -93,8 +97,7 @@ static void lay_rope(cflow_ctx *ctx, layout *l) {
                             !same_rope(m, context, i, same)))
             same++;
         float *table = NULL;
-        if (same == i)
-            table = take(l, (size_t)context * layer->rope_dim, sizeof(float));
+        if (same == i) table = take(l, (size_t)context * layer->rope_dim, sizeof(float));
         if (table) rope_table(layer, rope_divisors(m, i, context), context, table);
         if (tables) tables[i] = same == i ? table : tables[same];
     }

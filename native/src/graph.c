@@ -202,8 +202,7 @@ static uint32_t build_dense(builder *b, uint32_t layer, uint32_t stream) {
 }
 
 static uint32_t build_shared(builder *b, uint32_t layer, uint32_t x) {
-    static const ffn_names names = {"shared_gate_up", "shared_hidden", "shared_down",
-                                    "shared_out"};
+    static const ffn_names names = {"shared_gate_up", "shared_hidden", "shared_down", "shared_out"};
     const gated_weights w = {.gate = model_matrix(b->m, layer, CFLOW_SHARED_GATE),
                              .up = model_matrix(b->m, layer, CFLOW_SHARED_UP)};
     return build_ffn(b, PART_EXPERTS, layer, x, w, model_matrix(b->m, layer, CFLOW_SHARED_DOWN),
@@ -363,8 +362,7 @@ static uint32_t build_output(builder *b, uint32_t layer, uint32_t x_mid, uint32_
     const int is_last = layer + 1 == b->m->header.n_layers;
     op *out = new_combine(b, layer + 1, is_last ? "x_out" : "x_in",
                           x_mid == NO_VALUE ? b->streams[layer] : x_mid);
-    if (x_mid == NO_VALUE)
-        add_sublayer(b, out, layer, attention, CFLOW_POST_NORM1, "post_norm1");
+    if (x_mid == NO_VALUE) add_sublayer(b, out, layer, attention, CFLOW_POST_NORM1, "post_norm1");
     if (dense != NO_VALUE) add_sublayer(b, out, layer, dense, CFLOW_POST_NORM2, "post_norm2");
     for (uint32_t from = 0; from <= layer; from++) add_experts(b, out, from, layer);
     return out->out[0];
@@ -396,8 +394,7 @@ static void build_layers(builder *b) {
                                 .kind = (cflow_norm_kind)h->final_norm_kind,
                                 .eps = h->final_norm_eps,
                                 .offset = h->final_norm_offset};
-    b->g->final_norm =
-        norm_of(b, b->streams[h->n_layers], final, h->n_layers, "final_norm");
+    b->g->final_norm = norm_of(b, b->streams[h->n_layers], final, h->n_layers, "final_norm");
     read_by(b, b->g->final_norm, head_matrix(b->m));
 }
 

@@ -66,7 +66,7 @@ typedef struct { /* what OP_COMBINE adds: scale * norm(value) */
     uint32_t weights; /* NO_VALUE, or the weight of each of the value's per_row vectors, which are
                          summed by rank */
     uint32_t sum;     /* the sum or the normed vector that is added; NO_VALUE: value itself */
-    uint32_t gate; /* NO_VALUE, or scale is multiplied by sigmoid(first float of this value) */
+    uint32_t gate;    /* NO_VALUE, or scale is multiplied by sigmoid(first float of this value) */
 } term;
 
 typedef struct { /* a norm of the stream that OP_COMBINE makes */
@@ -74,7 +74,7 @@ typedef struct { /* a norm of the stream that OP_COMBINE makes */
     uint32_t out;
 } norm;
 
-typedef struct { /* the matrices of OP_GATED, and their biases or NULL */
+typedef struct {             /* the matrices of OP_GATED, and their biases or NULL */
     const matrix *gate, *up; /* no gate: hidden = act(up x) */
     const matrix *gate_bias, *up_bias;
 } gated_weights;
@@ -102,10 +102,10 @@ typedef struct {
     uint32_t out[N_OUT];
     piece pieces[MAX_PIECES]; /* OP_MATMUL */
     uint32_t n_pieces;
-    gated_weights gated;      /* OP_GATED */
-    uint32_t lands;           /* OP_EXPERT_GATED: the layer whose output the experts join */
-    uint32_t base;           /* OP_COMBINE: the stream it continues; NO_VALUE: the embedding */
-    term *terms;             /* OP_COMBINE: in the order of addition */
+    gated_weights gated; /* OP_GATED */
+    uint32_t lands;      /* OP_EXPERT_GATED: the layer whose output the experts join */
+    uint32_t base;       /* OP_COMBINE: the stream it continues; NO_VALUE: the embedding */
+    term *terms;         /* OP_COMBINE: in the order of addition */
     uint32_t n_terms;
     norm norms[MAX_NORMS]; /* OP_COMBINE */
     uint32_t n_norms;

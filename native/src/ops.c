@@ -58,9 +58,8 @@ static void add_bias(const matrix *bias, uint32_t first, uint32_t n, uint32_t m,
 enum { GATED_LD = STRIPE_UNITS * UNIT };
 
 /* y (m, GATED_LD) = W x + bias for n units; ones where there is no W. */
-static void multiply_side(const cflow_ctx *ctx, const matrix *w, const matrix *bias,
-                          uint32_t first, uint32_t n, activations x, const int32_t *x_rows,
-                          uint32_t m, float *y) {
+static void multiply_side(const cflow_ctx *ctx, const matrix *w, const matrix *bias, uint32_t first,
+                          uint32_t n, activations x, const int32_t *x_rows, uint32_t m, float *y) {
     if (!w) {
         for (uint32_t i = 0; i < m * GATED_LD; i++) y[i] = 1.0f;
         return;

@@ -9,14 +9,43 @@
 
 typedef unsigned long long ull;
 
-static const char *const role_names[CFLOW_N_ROLES] = {
-    "embedding",   "head",      "final_norm",  "norm1",     "norm2",       "norm3",
-    "q",           "k",         "v",           "o",         "q_bias",      "k_bias",
-    "v_bias",      "o_bias",    "q_norm",      "k_norm",    "gate",        "up",
-    "down",        "router",    "shared_gate", "shared_up", "shared_down", "shared_scale",
-    "expert_gate", "expert_up", "expert_down", "post_norm1", "post_norm2", "norm1_bias",
-    "norm2_bias", "final_norm_bias", "gate_bias", "up_bias", "down_bias", "rope_divisors",
-    "rope_divisors_long"};
+static const char *const role_names[CFLOW_N_ROLES] = {"embedding",
+                                                      "head",
+                                                      "final_norm",
+                                                      "norm1",
+                                                      "norm2",
+                                                      "norm3",
+                                                      "q",
+                                                      "k",
+                                                      "v",
+                                                      "o",
+                                                      "q_bias",
+                                                      "k_bias",
+                                                      "v_bias",
+                                                      "o_bias",
+                                                      "q_norm",
+                                                      "k_norm",
+                                                      "gate",
+                                                      "up",
+                                                      "down",
+                                                      "router",
+                                                      "shared_gate",
+                                                      "shared_up",
+                                                      "shared_down",
+                                                      "shared_scale",
+                                                      "expert_gate",
+                                                      "expert_up",
+                                                      "expert_down",
+                                                      "post_norm1",
+                                                      "post_norm2",
+                                                      "norm1_bias",
+                                                      "norm2_bias",
+                                                      "final_norm_bias",
+                                                      "gate_bias",
+                                                      "up_bias",
+                                                      "down_bias",
+                                                      "rope_divisors",
+                                                      "rope_divisors_long"};
 
 /* ---- what the layers need ---- */
 
