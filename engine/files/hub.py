@@ -319,7 +319,7 @@ def _from_hub(reference: str, report: Report) -> Path:
     try:
         names = _names_on_hub(name, revision or None)
         gguf = _choose(names, quant, f"hf:{name}")
-        wanted = list(HUB_FILES) if gguf is None else [str(p) for p in gguf]
+        wanted = list(HUB_FILES) if gguf is None else [glob.escape(str(path)) for path in gguf]
         folder = huggingface_hub.snapshot_download(
             name, revision=revision or None, allow_patterns=wanted
         )
@@ -339,7 +339,7 @@ def _from_hub(reference: str, report: Report) -> Path:
 
 def _names_on_hub(name: str, revision: str | None) -> list[str]:
     """The files of a repository; without a network, those in the hub's cache."""
-    import httpx
+    import httpx2  # the hub's library lets its errors through
     import huggingface_hub
     from huggingface_hub import errors
 
@@ -348,7 +348,7 @@ def _names_on_hub(name: str, revision: str | None) -> list[str]:
         return [sibling.rfilename for sibling in info.siblings or []]
     except errors.HfHubHTTPError:
         raise  # the hub's answer
-    except (OSError, httpx.HTTPError) as error:
+    except (OSError, httpx2.HTTPError) as error:
         names = _cached_names(name, revision or "main")
         if not names:
             raise OSError(str(error)) from error

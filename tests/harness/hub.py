@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import unquote
 
 COMMIT = "0" * 40
 
@@ -41,7 +42,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(with_body=True)
 
     def _answer(self, with_body: bool) -> None:
-        path = self.path.partition("?")[0].lstrip("/")
+        path = unquote(self.path.partition("?")[0]).lstrip("/")
         if self.server.refusal is not None:
             status, code = self.server.refusal
             return self._send(status, b"{}", with_body, {"X-Error-Code": code})

@@ -417,9 +417,15 @@ def test_a_quantisation_of_the_hub_is_fetched_alone_and_needs_no_network_again(
         assert resolved("hf:org/repo:Q4_0@main", hub.url, tmp_path).endswith(".cflow")
         n_fetched = len(hub.fetched)
         url = hub.url
-    again = resolved("hf:org/repo:Q4_K_M", url, tmp_path, HF_HUB_OFFLINE="1")
-    assert again == path
+    assert resolved("hf:org/repo:Q4_K_M", url, tmp_path, HF_HUB_OFFLINE="1") == path
+    assert resolved("hf:org/repo:Q4_K_M", url, tmp_path) == path
+    assert "cannot fetch" in resolved("hf:org/other:Q4_K_M", url, tmp_path)
     assert n_fetched == 3
+
+
+def test_a_name_on_the_hub_is_no_pattern(tmp_path: Path) -> None:
+    with hub_of({"m[1]-Q4_0.gguf": tiny_llama().build()}) as hub:
+        assert resolved("hf:org/repo:Q4_0", hub.url, tmp_path).endswith(".cflow")
 
 
 def test_a_choice_on_the_hub_that_is_not_clear_lists_what_is_there(tmp_path: Path) -> None:
