@@ -87,7 +87,8 @@ class RandomModel:
         block, d, head = layer["block"], self.header["d_model"], layer["head_dim"]
         widths = {"q": layer["n_heads"] * head, "k": layer["n_kv_heads"] * head}
         widths["v"] = widths["k"]
-        runs: list[Run] = []
+        before = layer.get("norm_place", 0) != 1
+        runs: list[Run] = [(self.vector("norm1", block, d, 1.0),)] if before else []
         for role, width in widths.items():
             runs.append((self.matrix(role, block, width, d),))
             norm = {0: 0, 1: head, 2: width, 3: head}[layer.get("qk_norm", 0)]
@@ -100,15 +101,12 @@ class RandomModel:
 
     def norms(self, layer: dict[str, Any]) -> list[Run]:
         block, d, place = layer["block"], self.header["d_model"], layer.get("norm_place", 0)
-        roles = ["norm1"]
-        roles += ["norm2"] if layer["d_ff"] or layer["norms_shared"] else []
-        if place == 1:
-            roles = []
+        roles = ["norm2"] if place != 1 and (layer["d_ff"] or layer["norms_shared"]) else []
         roles += ["norm3"] if "n_experts" in layer and not layer["norms_shared"] else []
         roles += ["post_norm1", "post_norm2"] if place else []
         runs: list[Run] = [(self.vector(role, block, d, 1.0),) for role in roles]
         if layer.get("norm_kind"):
-            biases = [role for role in ("norm1", "norm2") if role in roles]
+            biases = ["norm1", "norm2"] if "norm2" in roles else ["norm1"]
             runs += [(self.vector(f"{role}_bias", block, d, 0.0),) for role in biases]
         return runs
 
