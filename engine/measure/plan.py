@@ -38,6 +38,7 @@ class Plan:
     """Sizes in bytes. Critical paths are those of the layers, without router and head."""
 
     model: str
+    pooling: str | None  # of a model for embeddings, which generates no text
     n_stages: int
     n_barriers: int
     bytes_per_token: int
@@ -114,6 +115,7 @@ def _run(config: EngineConfig) -> Plan:
     disk_bytes = layer_disk_bytes + _disk_bytes_per_token(model, bank, cache)
     return Plan(
         model=str(model.metadata.get("name") or Path(config.model).stem),
+        pooling=model.metadata.get("pooling"),
         n_stages=info.n_stages,
         n_barriers=info.n_barriers,
         bytes_per_token=info.bytes_per_token,

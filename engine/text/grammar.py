@@ -46,6 +46,7 @@ _LIMITS = LLParserLimits(
     verbose_errors=False,
 )
 
+_NO_RANGE = "Failed to generate regex for"  # llguidance, for bounds beyond 64-bit integers
 
 T = TypeVar("T")
 
@@ -181,6 +182,9 @@ def _check_size(text: str) -> None:
 
 def _cut(message: str) -> str:
     text = message.removesuffix("\n<non-verbose/>").strip()
+    if text.startswith(_NO_RANGE):
+        text = text.replace(_NO_RANGE, "no grammar for the", 1)
+        text += "; bounds of numbers must be within +-1e17, or be left out"
     return text if len(text) <= MAX_MESSAGE else text[:MAX_MESSAGE] + "..."
 
 

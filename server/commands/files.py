@@ -158,6 +158,7 @@ def _print_plan(model: str, plan: Plan) -> None:
     table(
         model,
         [
+            *([("pooling", f"{plan.pooling}, for embeddings")] if plan.pooling else []),
             (
                 "weights in memory",
                 f"{size(plan.resident_bytes)} of {size(plan.available_bytes)} "

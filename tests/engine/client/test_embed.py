@@ -24,6 +24,7 @@ from oracles import embedding_model
 
 RANDOM = np.random.default_rng(5)
 PROMPTS = [RANDOM.integers(0, 96, n).tolist() for n in (1, 7, 40, 130, 33)]
+LONG = [RANDOM.integers(0, 96, 130).tolist() for _ in range(30)]
 Vectors = list[NDArray[np.float32]]
 
 
@@ -60,10 +61,9 @@ async def running(path: Path, **settings: Any) -> AsyncIterator[LocalEngine]:
         await engine.close()
 
 
-async def embed(engine: LocalEngine, prompts: list[list[int]]) -> Vectors:
-    request = GenerateRequest(
-        prompts=prompts, sampling=[SamplingParams(max_tokens=0)] * len(prompts)
-    )
+async def embed(engine: LocalEngine, prompts: list[list[int]], priority: int = 0) -> Vectors:
+    sampling = [SamplingParams(max_tokens=0)] * len(prompts)
+    request = GenerateRequest(prompts=prompts, sampling=sampling, priority=priority)
     vectors = []
     for answer in await engine.embed(request):
         (delta,) = [event async for event in answer if isinstance(event, Delta)]
@@ -89,6 +89,22 @@ def test_vectors_are_those_of_torch_with_the_same_bits_however_computed(
         async with running(models.files[kind], **settings) as engine:
             _assert_same(together, await embed(engine, PROMPTS))
             _assert_same(together, await embed(engine, PROMPTS[::-1]), reverse=True)
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("kind", ["last", "mean"])
+def test_a_preempted_embedding_has_the_same_bits(models: Models, kind: str) -> None:
+    async def check() -> None:
+        settings: dict[str, Any] = {"max_step_tokens": 16, "max_sequences": 1, "threads": 1}
+        async with running(models.files[kind], **settings) as engine:
+            waiting = asyncio.create_task(embed(engine, LONG))
+            for _ in range(3):  # the second finds a long one running: they take 250 steps
+                await embed(engine, PROMPTS[:1], priority=-1)
+            vectors = await waiting
+            assert engine.stats.preemptions > 0
+        async with running(models.files[kind]) as engine:
+            _assert_same(vectors, await embed(engine, LONG))
 
     asyncio.run(check())
 

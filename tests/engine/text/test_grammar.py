@@ -76,6 +76,19 @@ async def test_a_hostile_schema_takes_neither_the_loop_nor_the_checker(
     assert "wizard" in await fault(checker, {"type": "wizard"})
 
 
+@pytest.mark.parametrize(
+    "bounds", [{"minimum": -1e300, "maximum": 1e300}, {"maximum": 1e19}, {"minimum": 1e18}]
+)
+async def test_bounds_beyond_what_a_grammar_can_hold_are_named(
+    checker: GrammarChecker, bounds: dict[str, float]
+) -> None:
+    told = await fault(checker, {"type": "number", **bounds})
+    assert "no grammar for the float range: min=" in told
+    assert "must be within +-1e17" in told
+    within = {key: 1e17 if value > 0 else -1e17 for key, value in bounds.items()}
+    assert await fault(checker, {"type": "number", **within}) == ""
+
+
 async def test_special_tokens_are_known_by_their_names(checker: GrammarChecker) -> None:
     await checker.make(from_lark, 'start: <|im_start|> "x"')
     with pytest.raises(GrammarError):
