@@ -6,6 +6,7 @@ import hashlib
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,6 +50,9 @@ def references(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str
     entry = Entry("tiny", "Tiny", "none", gguf.stat().st_size, digest, ["tiny-1"], "*")
     monkeypatch.setattr(catalogue, "entries", lambda: {"tiny": entry})
     monkeypatch.setattr(catalogue, "fetch", lambda _entry, out, _report: shutil.copy(gguf, out))
+    files = [SimpleNamespace(rfilename=path.name) for path in folder.iterdir()]
+    info = SimpleNamespace(siblings=files)
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: info)
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(folder))
     return {
         "catalogue": "tiny",
